@@ -427,6 +427,27 @@ def test_trees_of_one_size_go_on_below_min_confidence() -> None:
     assert few.scores[0, 1:].exp().min() >= 0.2 > whole.scores[0, nodes:real].exp().max()
 
 
+@torch.inference_mode()
+def test_a_tree_is_the_same_beside_one_for_which_the_head_goes_deeper() -> None:
+    """What the head computes below a text's last level is masked: it is no draft, and copies go on alone."""
+    tree, weak = TreeConfig(12, 4, 10, 0.2), tiny_model()
+    weak.lm_head.weight.mul_(0.1)
+    model, deeper = engine(drafted=10, target=TargetModel(weak)), 0
+    texts = torch.tensor([[2, 4, 6, 8, 2, 4, 6, 8, 2, 4], [*range(20, 30)]])
+    for seed in range(8):
+        features = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(seed))
+        features[1] *= 30.0  # the head is surer
+        found, depths = [], []
+        for rows in ([0, 1], [0]):
+            drafter = model.drafter.make(len(rows), 64, tree)
+            drafter.begin(Seen(texts[rows], [10] * len(rows), features[rows]))
+            depths.append(drafter.head.candidates(texts[rows, -1], tree).depth)
+            found.append(dict(nodes_of(drafter.draft(texts[rows, -1], tree))))
+        assert found[0] == pytest.approx(found[1], abs=1e-4), f"seed {seed}"
+        deeper += depths[0] > depths[1]
+    assert deeper > 3
+
+
 @pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.45), Fuzzy(1.2, "reverse_kl", child="target")], ids=str)
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
 def test_fixed_shapes_change_no_verdict(rule: AcceptanceRule, sources: Sources) -> None:

@@ -22,6 +22,7 @@ from eagle_fsd.core.tree import HEAD, RECYCLED, SUFFIX
 from eagle_fsd.drafting.lookup.confidences import CELLS, LENGTHS, NO_LIST, PRIORS, PROBS, cell_of
 from eagle_fsd.drafting.lookup.suffix_store import Continuation, Match
 from eagle_fsd.drafting.lookup.text_memory import COPIED, GrownTree, Mixture, Proposal, TextMemory
+from eagle_fsd.drafting.tree_growth import LOWEST
 
 LEAST = 2  # tokens of a match whose continuations count beside a head
 DEEPEST = 16  # copied chains may be this deep where the config's depth, which is for the head, is less
@@ -81,8 +82,9 @@ class HeadDraft:
     def expanded(self, candidate: int | None) -> int | None:
         """Return the number e of a candidate that has children, None for any other node."""
         place = None if candidate is None else self.place.get(candidate)
-        # If its best child has no probability, the head's numbers are broken or of no use.
-        return None if place is None or self.scores[place * self.width] == -math.inf else place
+        # If its best child has no probability, the head's numbers are broken, of no use, or masked since this
+        # text's tree was done while others of the batch went on.
+        return None if place is None or self.scores[place * self.width] < LOWEST else place
 
 
 def copies_weights(chances: dict[int, float], probs: dict[int, float | None]) -> dict[int, float]:
