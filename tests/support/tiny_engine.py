@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,12 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 def near_model(**overrides: object) -> PreTrainedModel:
     """Return the tiny model with some noise, which drafts for it so that tokens come in all ways."""
-    near = tiny_model(**overrides)
-    generator = torch.Generator().manual_seed(3)
+    return shaken(tiny_model(**overrides))
+
+
+def shaken(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model with some noise."""
+    near, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in near.parameters():
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
