@@ -60,18 +60,24 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return the dtype of this name.
 
-    None and "auto" mean float32 on a CPU, and bfloat16 on a GPU, or float16 if it lacks bfloat16.
+    None and "auto" mean float32 on a CPU, and bfloat16 on a GPU, or float16 if it only emulates bfloat16.
     """
     if dtype is None or dtype == "auto":
         if device.type == "cpu":
             return torch.float32
-        lacks_bfloat16 = device.type == "cuda" and not torch.cuda.is_bf16_supported()
-        return torch.float16 if lacks_bfloat16 else torch.bfloat16
+        return torch.float16 if emulates_bfloat16(device) else torch.bfloat16
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         names = "float32, bfloat16, float16 or float64"
         raise ValueError(f"dtype {str(dtype)!r} is not there: it must be {names}; use one of them")
     return found
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Return whether this is a GPU older than NVIDIA's Ampere, which computes bfloat16 only slowly."""
+    # torch.cuda.is_bf16_supported says yes there too, and asks about the current device alone.
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return here and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def host_can_read(tensor: Tensor) -> bool:
