@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from eagle_fsd.core import sampling, tree
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.decoding import workspace
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
@@ -555,3 +557,29 @@ def test_a_session_goes_with_its_last_user(recorded: bool) -> None:
         assert [one() for one in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_memory_that_ends_while_a_cache_grows_spoils_no_later_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers have moved by then, and what was recorded of them reads where they were."""
+    monkeypatch.setattr(workspace, "LEAST", 32)
+    monkeypatch.setattr(workspace, "AHEAD", 16)
+    model, grow, cat = engine(OpRecorder()), kv_cache.KVCache.grow, torch.cat
+    text(model, [5], Lossless())
+
+    def grow_in_part(cache: kv_cache.KVCache, capacity: int) -> None:
+        left = iter([True, True])  # the keys and values of one layer
+
+        def fill(*parts: Any) -> Tensor:
+            if not next(left, False):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return cat(*parts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "cat", fill)
+            grow(cache, capacity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache.KVCache, "grow", grow_in_part)
+        with pytest.raises(torch.OutOfMemoryError):
+            text(model, [5], Lossless(), max_new_tokens=60)
+    assert text(model, [9], Lossless()).new_tokens == text(engine(None), [9], Lossless()).new_tokens
