@@ -201,6 +201,9 @@ class AcceptStep:
     def __init__(self, stepper: Stepper = EAGER) -> None:
         self.stepper = stepper
         self._accept_recorded = stepper.wrap(accept_tree)
+        # Apart from the above, whose recordings read logits where a forward leaves them: changed logits would
+        # be copied there, over the target's own.
+        self._accept_changed = stepper.wrap(accept_tree)
 
     def __call__(
         self,
@@ -213,19 +216,21 @@ class AcceptStep:
         emitted: Tensor,
         several: bool = False,
         noise: Tensor | None = None,
+        changed: bool = False,
     ) -> tuple[Verified, Verdict]:
         """Return the verified tree and the verdict: which path of it is accepted.
 
         logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
         emitted: [B], the number of tokens that each text has so far. several: whether other trees are
         accepted before this verdict is read. It is then copied out of memory that recordings share. noise:
-        see `accept`.
+        see `accept`. changed: whether the logits are other ones than the target's own.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
         verified = Verified(tree, logits, sampling, eos)
         recurs = not several or len(emitted) <= FEW_SIZES
         if self.stepper.records and recurs and is_immutable(rule):
-            verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
+            run = self._accept_changed if changed else self._accept_recorded
+            verdict = run(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
             return verified, copied(verdict) if several else verdict
         return verified, accept(rule, verified, GivenUniforms(uniforms), emitted, noise)
 

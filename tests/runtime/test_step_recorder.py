@@ -583,3 +583,14 @@ def test_memory_that_ends_while_a_cache_grows_spoils_no_later_text(monkeypatch: 
         with pytest.raises(torch.OutOfMemoryError):
             text(model, [5], Lossless(), max_new_tokens=60)
     assert text(model, [9], Lossless()).new_tokens == text(engine(None), [9], Lossless()).new_tokens
+
+
+def test_logits_that_a_text_has_changed_leave_the_targets_own_alone() -> None:
+    """The accept step of an earlier text reads its logits where verify leaves them."""
+    recorded, plain = engine(OpRecorder()), engine(None)
+    text(recorded, [5], Lossless())
+    changed: dict[str, Any] = {"repetition_penalty": 1.5, "logprobs": 2}
+    found, wanted = (text(one, [5], Lossless(), **changed) for one in (recorded, plain))
+    assert found.new_tokens == wanted.new_tokens
+    pairs = zip(found.logprobs[0], wanted.logprobs[0], strict=True)
+    assert all(mine.logprob == pytest.approx(its.logprob, abs=1e-4) for mine, its in pairs)

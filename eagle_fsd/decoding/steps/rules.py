@@ -42,7 +42,7 @@ def apply_rules(batch: Batch, tree: DraftTree, logits: Tensor, groups: list[Grou
             of_rows = process(of_rows, trees, [text.processor for text in texts])
         ends = end_tokens(terms.eos_token_ids, logits.device)
         noise = draw_noise(texts, random, trees, logits.shape[-1])
-        part = (ends, trees, of_rows, random, counts, several, noise)
+        part = (ends, trees, of_rows, random, counts, several, noise, terms.processing.active)
         groups.append((rows, *batch.accept_step(terms.rule, terms.sampling, *part)))
     return merge_verdicts([(rows, verdict) for rows, _, verdict in groups])
 
