@@ -27,6 +27,7 @@ from eagle_fsd.generate import (
     CLOSED,
     UserError,
     discard_stdout,
+    explain_lack_of_memory,
     load_model,
     raise_user_errors,
     report_mistake,
@@ -163,10 +164,11 @@ class Chat:
                 if text.startswith("/") and not pasted:
                     tell(self.conversation.command(text))
                 else:
-                    self.answer(text)
+                    with explain_lack_of_memory():
+                        self.answer(text)
             except Exit:
                 return
-            except (ValueError, FloatingPointError) as error:  # of a command, a chat that is too long, ...
+            except (ValueError, FloatingPointError, UserError) as error:  # a chat that is too long, ...
                 tell(one_line(error))
             except KeyboardInterrupt:  # before an answer began, or in an update of the head
                 tell("\ninterrupted: the chat goes on; /exit or Ctrl-D ends it")

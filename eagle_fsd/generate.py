@@ -119,7 +119,8 @@ def run_steps(stream: TokenStream) -> Iterator[list[int]]:
         steps = iter(stream)
         first = next(steps, [])
     yield first
-    yield from steps
+    with explain_lack_of_memory():
+        yield from steps
 
 
 def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
@@ -138,11 +139,31 @@ def for_target_alone(options: GenerationOptions) -> GenerationOptions:
 
 @contextlib.contextmanager
 def raise_user_errors() -> Iterator[None]:
-    """Raise UserError for a ValueError or OSError within; other exceptions keep their tracebacks."""
+    """Raise UserError for a ValueError or OSError within, or for lack of memory.
+
+    Other exceptions keep their tracebacks.
+    """
     try:
-        yield
+        with explain_lack_of_memory():
+            yield
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from error
+
+
+@contextlib.contextmanager
+def explain_lack_of_memory() -> Iterator[None]:
+    """Raise UserError if memory ends within: a GPU's often does."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        from eagle_fsd.core.devices import ran_out_of_memory
+
+        if not ran_out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory ({one_line(error, 120)}): models, texts and trees must fit on the device; free "
+            "some there, ask for less, or use a smaller dtype or model"
+        ) from error
 
 
 # -- the program ----------------------------------------

@@ -18,13 +18,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.full_disk import FullDisk
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
+from torch import Tensor
 
 from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat, generate
 from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, write_calibrations
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.target.session import TargetSession
 from eagle_fsd.text import streamed
 from eagle_fsd.text.streamed import Piece, StreamedText
 
@@ -163,6 +167,22 @@ def test_a_chat_that_is_too_long_is_said_and_forgotten(
     assert say(monkeypatch, f"{'x' * 300}\nHi\n") == 0
     said, told = capsys.readouterr()
     assert said == text_alone(chat_ids(), max_new_tokens=15) + "\n" and "shorten the prompt" in told
+
+
+def test_memory_that_ends_in_an_answer_does_not_end_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, verify = iter([True]), TargetSession.verify
+
+    def full_at_first(session: TargetSession, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        if next(left, False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return verify(session, tree)
+
+    monkeypatch.setattr(TargetSession, "verify", full_at_first)
+    assert say(monkeypatch, "Tell me all\nHi\n") == 0
+    said, told = capsys.readouterr()
+    assert said == text_alone(chat_ids(), max_new_tokens=15) + "\n" and "out of memory (CUDA" in told
 
 
 @contextlib.contextmanager

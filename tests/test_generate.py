@@ -903,6 +903,20 @@ def test_logits_that_are_not_finite_are_one_line(
     assert f"error: step {step + 1} of row 0: the target's logits are not finite" in err and "dtype" in err
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_memory_that_ends_is_one_line(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, step: int
+) -> None:
+    def fail(now: int) -> None:
+        if now == step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB.")
+
+    model.during = fail
+    code, _, err = run(capsys, "Hello?")
+    assert code == 2 and err.count("\n") == 1
+    assert "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB" in err
+
+
 def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:
     def fail(now: int) -> None:
         if now == 2:

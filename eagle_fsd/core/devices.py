@@ -27,6 +27,15 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return no_room or (isinstance(error, RuntimeError) and "alloc" in str(error))
 
 
+def refuse_lack_of_memory(what: str, error: BaseException) -> None:
+    """Raise ValueError if an error says that memory ended. what: needs it."""
+    if ran_out_of_memory(error):
+        raise ValueError(
+            f"{what} has no memory left for a short text ({one_line(error, 120)}): the device must have some "
+            "beside its weights; free some there, or use a smaller dtype"
+        ) from error
+
+
 def forward_size(tokens: int, device: torch.device, rows: int = 1) -> int:
     """Return how many tokens of each row one of several forwards over long texts reads.
 

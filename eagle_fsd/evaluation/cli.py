@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
+from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.tasks.base import require_range
@@ -109,11 +110,15 @@ def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
 
 @contextmanager
 def mistakes_on_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Report a ValueError or OSError within as the parser's own error, and exit with code 2."""
+    """Report a ValueError or OSError within, or lack of memory, as the parser's own error; exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        parser.error(f"out of memory: {one_line(error, 120)}; give smaller batches, or a smaller dtype")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.devices import refuse_lack_of_memory
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -85,6 +86,7 @@ def check_tree_verification(target: Candidate) -> None:
         else:
             difference = tree_difference(target)
     except FORWARD_ERRORS as error:
+        refuse_lack_of_memory(f"target {kind!r}", error)
         reason = one_line(error)
         raise ValueError(
             f"target is a {kind!r} model, which cannot verify draft trees here: {reason}; use another target"
@@ -279,6 +281,7 @@ def check_taps(target: Candidate, taps: tuple[int, ...]) -> None:
             if found[-1] < tolerance(target):
                 return
     except FORWARD_ERRORS as error:
+        refuse_lack_of_memory(f"target {kind!r}", error)
         raise ValueError(
             f"target is a {kind!r} model, whose layers cannot be read here: {one_line(error)}; use a head "
             "that reads no layers, or another target"

@@ -16,7 +16,7 @@ from support.tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_he
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.acceptance.rule_names import describe
-from eagle_fsd.evaluation.cli import encoded_prompts, load_engine, model_parser
+from eagle_fsd.evaluation.cli import encoded_prompts, load_engine, model_parser, parsed, plain_parser
 from eagle_fsd.evaluation.commands import greedy, tau
 from eagle_fsd.evaluation.commands.greedy import reference
 from eagle_fsd.evaluation.prompt_sets import batches, set_name
@@ -320,3 +320,12 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
     for given, dtype in (("", "float32"), ("--weight-format bfloat16", None), ("--dtype float16", "float16")):
         load_engine(model_parser("x", "float32").parse_args(given.split()))
         assert seen["dtype"] == dtype
+
+
+def test_memory_that_ends_in_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, parsed(plain_parser("A command."), []):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert end.value.code == 2
+    assert "error: out of memory: CUDA out of memory" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a fault"), parsed(plain_parser("A command."), []):
+        raise RuntimeError("a fault")

@@ -523,6 +523,20 @@ def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         TargetModel(model)
 
 
+def test_a_full_device_is_not_taken_for_a_model_that_cannot_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = tiny_model()
+    target = TargetModel(model)
+    monkeypatch.setattr(TargetModel, "features", full)
+    with pytest.raises(ValueError, match="target 'llama' has no memory left for a short text"):
+        TargetModel(model)
+    monkeypatch.setattr(TargetModel, "tapped_features", full)
+    with pytest.raises(ValueError, match="target 'llama' has no memory left for a short text"):
+        target.admit_taps((1, 2))
+
+
 # --- placement ---
 
 
