@@ -904,9 +904,7 @@ def test_logits_that_are_not_finite_are_one_line(
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_memory_that_ends_is_one_line(
-    model: ScriptedModel, capsys: pytest.CaptureFixture, step: int
-) -> None:
+def test_memory_that_ends_is_one_line(model: ScriptedModel, capsys: pytest.CaptureFixture, step: int) -> None:
     def fail(now: int) -> None:
         if now == step:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB.")
