@@ -22,9 +22,13 @@ DTYPES = {
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ended. On a CPU torch raises a plain RuntimeError."""
+    """Return whether an error says that memory ended.
+
+    torch raises a plain RuntimeError on a CPU, and on a GPU where its libraries or the driver had no room.
+    """
     no_room = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return no_room or (isinstance(error, RuntimeError) and "alloc" in str(error))
+    said = any(words in str(error) for words in ("alloc", "ALLOC_FAILED", "out of memory"))
+    return no_room or (isinstance(error, RuntimeError) and said)
 
 
 def refuse_lack_of_memory(what: str, error: BaseException) -> None:

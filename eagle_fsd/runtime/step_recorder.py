@@ -214,12 +214,13 @@ class RecordedWork:
             recording = Recording(inputs, *record(run, self.repeatable))
         except NothingRecorded:
             return Mark.EAGER
-        except torch.OutOfMemoryError:
-            logger.warning("out of memory for a CUDA graph: all are dropped, and this step runs without")
-            self.graphs.drop()
-            return Mark.EAGER
         except RuntimeError as error:
-            self.graphs.give_up(error)
+            # Where a graph itself finds no room, and not a tensor in it, that is no OutOfMemoryError.
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+                logger.warning("out of memory for a CUDA graph: all are dropped, and this step runs without")
+                self.graphs.drop()
+            else:
+                self.graphs.give_up(error)
             return Mark.EAGER
         made = leaves(recording.result)
         self.graphs.results.update({id(tensor): tensor for tensor in made})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_fsd.core.devices import forward_size, resolve_dtype
+from eagle_fsd.core.devices import forward_size, ran_out_of_memory, resolve_dtype
 
 
 def test_a_gpu_reads_more_tokens_at_once_and_all_rows_share_them() -> None:
@@ -24,3 +24,19 @@ def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch: pytest.Monk
     found = [resolve_dtype(None, device) for device in (old, new, cpu)]
     assert found == [torch.float16, torch.bfloat16, torch.float32]
     assert resolve_dtype("bfloat16", old) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),  # of the driver, as when a graph is made
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=str,
+)
+def test_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
+    assert ran_out_of_memory(error)
+    assert not ran_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))

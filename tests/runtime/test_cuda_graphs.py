@@ -65,7 +65,7 @@ class Cuda:
         self.captures: list[SimpleNamespace] = []
         self.allocating: set[object] = set()
         self.memory = SimpleNamespace(_cuda_endAllocateToPool=self.end_allocating)
-        self.lost = 0.0  # memory that a capture would need and does not get
+        self.lost: Exception | None = None  # says that memory which a capture needs is not there
 
     # What torch.cuda offers.
 
@@ -133,7 +133,7 @@ class Cuda:
     def launch(self) -> None:
         if self.capture:
             if self.lost:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                raise self.lost
             self.capture.launches.append(self.current)
 
     def wait(self) -> None:
@@ -284,7 +284,12 @@ def test_the_stand_in_notices_an_error_mode() -> None:
     assert EAGER.wrap(lambda static: static)(3) == 3
 
 
-def test_out_of_memory_drops_recordings_and_recording_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")]
+)
+def test_out_of_memory_drops_recordings_and_recording_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     cuda = Cuda()
     graphs = Graphs(cuda_recorder(DEVICE, cuda))
 
@@ -296,7 +301,7 @@ def test_out_of_memory_drops_recordings_and_recording_goes_on(caplog: pytest.Log
     for _ in range(2):
         piece(1, torch.ones(3)), other(1, torch.ones(3))
     assert len(cuda.captures) == 2
-    cuda.lost = 1.0
+    cuda.lost = error
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert torch.equal(piece(2, torch.ones(3)), torch.full((3,), 3.0)), "run as it comes"
@@ -307,7 +312,7 @@ def test_out_of_memory_drops_recordings_and_recording_goes_on(caplog: pytest.Log
         and not other.memory
         and not any(generator.capturing for generator in cuda.default_generators)
     )
-    cuda.lost = 0.0
+    cuda.lost = None
     for _ in range(3):
         piece(1, torch.ones(3))
     assert len(cuda.captures) == 4 and graphs.records
