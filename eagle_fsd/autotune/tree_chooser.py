@@ -37,6 +37,7 @@ from eagle_fsd.autotune.step_costs import (
 )
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, StepOverhead, choose
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
@@ -115,7 +116,9 @@ class TreeChooser:
         def choose_now() -> tuple[Choice, bool]:
             try:
                 choice = self.compute_choice(wanted, prompts, rule, sampling, batch, context)
-            except torch.OutOfMemoryError:
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out_of_memory(error):
+                    raise
                 logger.warning("out of memory while measuring: taking tree %s", TreeConfig())
                 return Choice(TreeConfig(), math.nan, math.nan, math.nan), False
             return choice, self.may_remember

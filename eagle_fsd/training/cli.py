@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
+from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.training.data.examples import Example, load_examples, require_cut
@@ -37,7 +37,9 @@ def run_command(
         run(args)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {one_line(error, 1000)}")
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
         sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")
     except KeyboardInterrupt:
         sys.exit(report_interrupt())

@@ -402,11 +402,16 @@ def test_measuring_is_no_part_of_a_generations_seconds(monkeypatch: pytest.Monke
     assert output.stats[0].seconds < 0.4 and output.tree == TreeConfig(4, 3, 2)
 
 
-def test_out_of_memory_takes_the_usual_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error: out of memory")], ids=str
+)
+def test_out_of_memory_takes_the_usual_tree(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
 
     def full(*_: object) -> Costs:
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     monkeypatch.setattr(autotree_module, "observe", full)
     assert engine().generate(prompts_of([5]), max_new_tokens=2, tree=AutoTree()).tree == TreeConfig()

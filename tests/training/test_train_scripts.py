@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import logging
@@ -29,6 +30,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.hub import head_checkpoint, load_head, resolve_head, save_head
 from eagle_fsd.hub.head_digest import head_digests
+from eagle_fsd.training import cli
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
 from eagle_fsd.training.data import features
@@ -526,3 +528,14 @@ def test_the_commands_train_and_export_a_head(tmp_path: Path) -> None:
     run_command("head", argv)
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["sequences"] == 8
     assert load_head(resolve_head(str(tmp_path / "head"), "x"), 576, 49152).config.hidden_size == 576
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")]
+)
+def test_memory_that_ends_is_one_line(error: Exception) -> None:
+    def full(_args: argparse.Namespace) -> None:
+        raise error
+
+    with pytest.raises(SystemExit, match=f"^train: {error}; lower --batch-tokens or --rows$"):
+        cli.run_command(argparse.ArgumentParser(prog="train"), full, [])
