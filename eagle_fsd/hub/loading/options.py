@@ -18,7 +18,7 @@ from eagle_fsd.hub.resolve import name_of_source
 class LoadOptions:
     """How to load two models: the arguments of `EagleFSD.from_pretrained` beside their names.
 
-    dtype: of the target; None is float32 on a CPU and bfloat16 on CUDA.
+    dtype: of the target; None is float32 on a CPU, and on CUDA bfloat16, or float16 where that is emulated.
     head_dtype: of drafts; None is the target's. A head in bfloat16 drafts faster beside a target in float32;
       q is rounded, and lossless decoding stays lossless.
     device: None is CUDA where there is a GPU, else the CPU.
