@@ -254,10 +254,12 @@ def read_calibrations(path: Path) -> list[Calibration]:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data.get("version")
         if version != VERSION:
-            raise ValueError(f"its version is {format_value(version)}: it must be {VERSION}; delete the file")
+            raise ValueError(f"its version is {format_value(version)}: it must be {VERSION}")
         return [read_one(one) for one in data["calibrations"]]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: is not a calibration ({one_line(error, 200)}); {REMEDY}") from error
+        raise ValueError(
+            f"{path}: is not a calibration ({one_line(error, 200)}); delete it, then {REMEDY}"
+        ) from error
 
 
 def read_one(data: dict[str, Any]) -> Calibration:

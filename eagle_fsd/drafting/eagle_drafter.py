@@ -104,8 +104,7 @@ class EagleSpec:
     @property
     def identity(self) -> str:
         """A digest of the head's weights and draft vocabulary, and the number of texts' own tokens."""
-        weights = digest_weights([*self.head.parameters(), *self.head.buffers()])
-        return f"{weights}-text{self.most_own}" if self.most_own else weights
+        return head_identity(self.head, self.most_own)
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
         slots = slots_per_row(tokens, tree)
@@ -124,6 +123,12 @@ class EagleSpec:
         """How many tokens of its own each text has drafted beside the list."""
         listed = isinstance(self.vocabulary, DraftVocabulary) and not self.vocabulary.split
         return (self.head.config.draft_text_tokens or 0) if listed else 0
+
+
+def head_identity(head: DraftHead, own: int) -> str:
+    """Return what a head is known by where it drafts up to `own` tokens of each text beside its list."""
+    weights = digest_weights([*head.parameters(), *head.buffers()])
+    return f"{weights}-text{own}" if own else weights
 
 
 class EaglePredictor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants, errors, utils
 
+from eagle_fsd.acceptance.calibration import FILE as CALIBRATION
 from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.hub.head_checkpoint import (
     BIN_NAME,
@@ -28,6 +30,8 @@ from eagle_fsd.hub.head_checkpoint import (
     read_config,
     refuse_other_config,
 )
+
+logger = logging.getLogger(__name__)
 
 SAFETENSORS_INDEX = SAFETENSORS_NAME + ".index.json"
 BIN_INDEX = BIN_NAME + ".index.json"
@@ -73,7 +77,7 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
 
 
 def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Path]:
-    """Download a head and return its folder and weights file.
+    """Download a head, with its calibration if it has one, and return its folder and weights file.
 
     A head of another kind is refused before its weights are fetched.
     """
@@ -93,7 +97,12 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
         snapshot(repo, folder.name, [CONFIG_NAME, BIN_NAME], "draft head")
         if not (folder / BIN_NAME).is_file():
             require_hub("draft head", repo)
-    return folder, find_head_file(folder, name)
+    found = find_head_file(folder, name)
+    try:  # the client knows the commit's files by now: where there is no calibration, it asks nobody
+        snapshot(repo, folder.name, [CONFIG_NAME, CALIBRATION], "draft head")
+    except ValueError as error:  # the head drafts without it, and may have been cached before it was fetched
+        logger.warning("no %s: %s", CALIBRATION, error)
+    return folder, found
 
 
 def require_hub(kind: str, repo: str) -> None:

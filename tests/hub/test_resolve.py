@@ -1163,6 +1163,31 @@ def test_a_draft_vocabulary_is_fetched_where_the_config_names_it(
     one_line_error(lambda: load("owner/half"), "owner/half", f"has no {VOCABULARY}")
 
 
+def test_a_calibration_is_fetched_with_its_head_and_its_absence_costs_no_request(
+    client: FakeHub, head_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that was cached without it, as older versions did, loads offline all the same."""
+    files = contents(head_folder)
+    client.add("owner/plain", files | {"README.md": b""})
+    load("owner/plain")
+    assert not any("calibration" in request.path for request in client.requests)
+    client.requests.clear()
+    load("owner/plain")
+    assert {request.path for request in client.requests} <= {"/api/models/owner/plain/revision/main"}
+    client.add("owner/known", files | {"calibration.json": b"{}"})
+    folder = hub.resolve_head("owner/known", "any").folder
+    assert (folder / "calibration.json").read_bytes() == b"{}"
+    client.requests.clear()
+    assert hub.resolve_head("owner/known", "any").folder == folder and client.fetched() == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert hub.resolve_head("owner/known", "any").folder == folder and not caplog.records
+        (folder / "calibration.json").unlink()
+        load("owner/known")
+        assert "no calibration.json: draft head 'owner/known' is not whole in the cache" in caplog.text
+    assert (hub.resolve_head("owner/known", "any").folder / "calibration.json").is_file()
+
+
 def test_other_heads_on_the_hub_are_refused_before_their_weights_are_fetched(
     client: FakeHub, head_folder: Path
 ) -> None:

@@ -80,13 +80,7 @@ class MergedSpec:
     @property
     def identity(self) -> str:
         """A digest of the head's weights, and of everything else that decides which trees a text gets."""
-        settings = {
-            "head": self.head.identity,
-            "lookup": self.lookup.identity,
-            "priors": [round(rate, 6) for rate in ALL_PRIORS],
-            "limits": [DEEPEST, LEAST, MOST, SURE],
-        }
-        return f"merged-{digest_json(settings)}"
+        return merged_identity(self.head.identity, self.lookup)
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> MergedDrafter:
         made = self.head.make(batch, tokens, tree)
@@ -96,6 +90,17 @@ class MergedSpec:
                 "network; leave lookup out"
             )
         return MergedDrafter(made, LookupDrafter(self.lookup, batch, ALL_PRIORS))
+
+
+def merged_identity(head: str | None, lookup: LookupSpec) -> str:
+    """Return what drafting with lookup beside a head of this identity is known by."""
+    settings = {
+        "head": head,
+        "lookup": lookup.identity,
+        "priors": [round(rate, 6) for rate in ALL_PRIORS],
+        "limits": [DEEPEST, LEAST, MOST, SURE],
+    }
+    return f"merged-{digest_json(settings)}"
 
 
 class MergedDrafter:

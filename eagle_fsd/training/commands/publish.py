@@ -4,6 +4,7 @@
         --base-model owner/target --repo-id me/EAGLE-target --data "The target's answers to ..., MIT."
 
 The head, the run and the rows of tau must be of one another: what they say of head and target is compared.
+So must a calibration.json beside the head, which is published with it.
 With --dry-run the repository is only written to --output, and the command lines that its card shows are
 printed to stderr: the recorded ones without directories and secrets. An earlier repository in --output is
 replaced. If its card was different, it is kept as OUTPUT.README.md.old.
@@ -16,10 +17,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle_fsd.acceptance.calibration import FILE
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.evaluation.commands.tau import summed_up, table
 from eagle_fsd.hub.head_checkpoint import read_config
 from eagle_fsd.training.cli import run_command
+from eagle_fsd.training.run.card_calibrations import read_own
 from eagle_fsd.training.run.card_records import (
     compare_run,
     compare_target,
@@ -66,7 +69,10 @@ def run(args: argparse.Namespace) -> None:
     refuse_mixed_rows(rows, args.tau)
     config = read_config(args.head, "draft head")
     training = read_training(args.run)
-    targets = {args.run: training.get("base_model"), args.tau: rows[0]["base_model"]}
+    own = read_own(args.head)
+    named = [one.calibration.models["target"].get("name") for one in own]
+    targets = [(args.run, training.get("base_model")), (args.tau, rows[0]["base_model"])]
+    targets += [(args.head / FILE, name) for name in named]
     for unknown in (
         *compare_tau(args.head, args.tau, rows),
         *compare_run(args.head, args.run, training),
@@ -74,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     ):
         logger.warning("not compared: %s", unknown)
     about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
-    card = Card(*about, args.custom_generate)
+    card = Card(*about, args.custom_generate, own)
     folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
     if warning := bias_warning(folder):
         logger.warning(warning)

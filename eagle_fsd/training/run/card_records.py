@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,10 @@ def compare_run(head: Path, run: Path, training: Mapping[str, Any]) -> list[str]
     return []
 
 
-def compare_target(base_model: str, names: Mapping[Path, str | None]) -> list[str]:
-    """Hold the card's target against those that records name, by where they are from; see compare_tau."""
+def compare_target(base_model: str, names: Iterable[tuple[Path, str | None]]) -> list[str]:
+    """Hold the card's target against those that records name, each with its origin; see compare_tau."""
     unknown = []
-    for origin, name in names.items():
+    for origin, name in dict.fromkeys(names):
         if name is None:  # records of older versions
             unknown.append(f"{origin} does not say which target it is of")
         elif (known := hub_id(name)) is None:

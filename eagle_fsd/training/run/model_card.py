@@ -16,6 +16,8 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from eagle_fsd.acceptance.calibration import FILE as CALIBRATION
+from eagle_fsd.acceptance.calibration import write_calibrations
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.provenance import public_command
 from eagle_fsd.files.tensor_files import read_tensors
@@ -31,12 +33,14 @@ from eagle_fsd.hub.head_checkpoint import (
     kind_by_config,
     read_config,
 )
+from eagle_fsd.training.run.card_calibrations import OwnCalibration, described
 from eagle_fsd.training.run.custom_generate import FILE, FOLDER, REQUIREMENTS, write_folder
 
 CARD = "README.md"
 SPECULATORS_FIELD = "speculators_model_type"
 LIBRARY = "eagle-fsd"
-KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CARD}  # all that a repository has
+# All that a repository has.
+KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CALIBRATION, CARD}
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Card:
     base_model: the target's Hub id. data: a sentence on the text and its licences. training: the record of
     the run. taus, table: the rows of `eagle-fsd eval tau`, and their table. config: of the head.
     custom_generate: whether Hugging Face's `generate` may decode with the repository; see write_repository.
+    calibrations: those of the head that are published with it.
     """
 
     base_model: str
@@ -56,6 +61,7 @@ class Card:
     table: str
     config: Mapping[str, Any]
     custom_generate: bool = False
+    calibrations: Sequence[OwnCalibration] = ()
 
     def text(self, repo_id: str) -> str:
         """Write the README.md of the repository, with its YAML header."""
@@ -70,14 +76,15 @@ class Card:
             ],
         )
         name = self.base_model.rsplit("/", 1)[-1]
+        generate = f"python -m eagle_fsd.generate --base-model {self.base_model} --ea-model {repo_id}"
         parts = [
             f"---\n{header.to_yaml()}\n---",
             f"# EAGLE draft head for {name}",
             self._described(),
             "## Use",
-            f"```bash\npip install eagle-fsd\npython -m eagle_fsd.generate --base-model {self.base_model} "
-            f'--ea-model {repo_id} "Why is the sky blue?"\n```',
+            f'```bash\npip install eagle-fsd\n{generate} "Why is the sky blue?"\n```',
             *([self._through_generate(repo_id)] if self.custom_generate else []),
+            *([described(self.calibrations, generate)] if self.calibrations else []),
             "## Measured",
             self._measured(),
             "## Trained",
@@ -115,7 +122,8 @@ class Card:
 
     def commands(self) -> list[str]:
         """Return the command lines that the card shows: of the measurements, then of the training."""
-        recorded = [*(row["command"] for row in self.taus), self.training["command"]]
+        made = [one.calibration.made.get("command") for one in self.calibrations]
+        recorded = [*(row["command"] for row in self.taus), *filter(None, made), self.training["command"]]
         return list(dict.fromkeys(map(public_command, recorded)))
 
     def _measured(self) -> str:
@@ -172,6 +180,9 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
             shutil.copyfile(file, Path(parts) / file.name)
         (Path(parts) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (Path(parts) / CARD).write_bytes(text.encode())
+        if card.calibrations:
+            own = [one.published(card.base_model) for one in card.calibrations]
+            write_calibrations(Path(parts) / CALIBRATION, own)
         if card.custom_generate:
             write_folder(Path(parts), repo_id)
         made = {file.name for file in Path(parts).iterdir()}
