@@ -6,6 +6,7 @@ A reader sees a whole file or none, and no writer loses what another one wrote. 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from eagle_fsd.core.checks import one_line
 
 PATIENCE = 10.0  # seconds to wait for another writer of a small file
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk, of the user's part of it, of one file
 
 
 def cache_folder() -> Path:
@@ -32,6 +34,24 @@ def cache_folder() -> Path:
 
 
 @contextmanager
+def name_full_disk(path: Path) -> Iterator[None]:
+    """Name a file in the error of a full disk while it is written: the system's own names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise no_room(path, error.strerror) from error
+        raise
+    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors raise on a full disk
+        raise no_room(path, one_line(error, 80)) from error
+
+
+def no_room(path: Path, reason: str) -> OSError:
+    """Return the error of a file that its disk does not take."""
+    return OSError(f"{path} cannot be written ({reason}): free some space and start again")
+
+
+@contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file written there then replaces `path`.
 
@@ -40,13 +60,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        yield partial
-    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors raise on a full disk
-        raise OSError(
-            f"{path} cannot be written ({one_line(error, 80)}): free some space and start again"
-        ) from error
-    else:
-        partial.replace(path)
+        with name_full_disk(path):
+            yield partial
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

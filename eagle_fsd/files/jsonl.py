@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.files.atomic import name_full_disk, no_room
+
 
 def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file with their line numbers, counted from 1; empty lines are skipped.
@@ -59,10 +61,15 @@ def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a line to the file in a single write; the file's folder is created if it is missing."""
+    """Append a line to the file in a single write; the file's folder is created if it is missing.
+
+    Raises OSError if the disk does not take all of it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
+    line = json.dumps(row).encode() + b"\n"
+    with name_full_disk(path), path.open("ab", buffering=0) as file:
+        if file.write(line) < len(line):  # of a disk with less room than a line
+            raise no_room(path, "half a line fitted")
 
 
 def drop_torn_line(path: Path) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.drafting.draft_vocabulary import check_draft_tokens
 from eagle_fsd.drafting.eagle_config import CHECK, HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.atomic import name_full_disk
 from eagle_fsd.files.tensor_files import read_tensors
 
 CONFIG_NAME = "config.json"
@@ -322,26 +322,27 @@ def write_head(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        partial.chmod(0o755)  # mkdtemp's 0700 would hide a shipped head from other users
-        (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, partial / SAFETENSORS_NAME, metadata={"format": "pt"})
-        if vocabulary is not None:
-            save_file({TOKENS_KEY: vocabulary.cpu()}, partial / VOCABULARY_NAME, metadata={"format": "pt"})
-        for file in partial.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors writes with 0600
-        if written is not None:
-            written(partial)
-        if not folder.exists():
-            partial.rename(folder)
-            return folder
-        os.replace(partial / SAFETENSORS_NAME, folder / SAFETENSORS_NAME)
-        if vocabulary is None:
-            (folder / VOCABULARY_NAME).unlink(missing_ok=True)
-        else:
-            os.replace(partial / VOCABULARY_NAME, folder / VOCABULARY_NAME)
-        os.replace(partial / CONFIG_NAME, folder / CONFIG_NAME)
-    except SafetensorError as error:  # of a full disk
-        raise OSError(f"{folder}: cannot be written ({one_line(error, 100)})") from error
+        with name_full_disk(folder):
+            partial.chmod(0o755)  # mkdtemp's 0700 would hide a shipped head from other users
+            (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            save_file(tensors, partial / SAFETENSORS_NAME, metadata={"format": "pt"})
+            if vocabulary is not None:
+                save_file(
+                    {TOKENS_KEY: vocabulary.cpu()}, partial / VOCABULARY_NAME, metadata={"format": "pt"}
+                )
+            for file in partial.glob("*.safetensors"):
+                file.chmod(0o644)  # safetensors writes with 0600
+            if written is not None:
+                written(partial)
+            if not folder.exists():
+                partial.rename(folder)
+                return folder
+            os.replace(partial / SAFETENSORS_NAME, folder / SAFETENSORS_NAME)
+            if vocabulary is None:
+                (folder / VOCABULARY_NAME).unlink(missing_ok=True)
+            else:
+                os.replace(partial / VOCABULARY_NAME, folder / VOCABULARY_NAME)
+            os.replace(partial / CONFIG_NAME, folder / CONFIG_NAME)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

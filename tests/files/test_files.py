@@ -9,14 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from support.tiny_models import tiny_head
 
 from eagle_fsd.files import atomic, records
 from eagle_fsd.files.atomic import atomic_path, read_records, sole, update_records, write_atomically
+from eagle_fsd.files.jsonl import append_row, read_jsonl
 from eagle_fsd.files.records import cache_file, recall, remember
+from eagle_fsd.hub import save_head
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +70,31 @@ def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """As if no file could have more than 100 bytes."""
+    resource = pytest.importorskip("resource", reason="the system has no limits of files")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path: Path, small_disk: None) -> None:
+    """The system takes a part of a row without an error, and its error at the next one names no file."""
+    rows, text, head = tmp_path / "rows.jsonl", tmp_path / "text.json", tmp_path / "head"
+    append_row(rows, {"text": "a" * 50})
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"rows.jsonl cannot be written \(.*\): free some space and start"):
+            append_row(rows, {"text": "b" * 50})
+    assert [row["text"][0] for _, row in read_jsonl(rows, torn=True)] == ["a"]
+    with pytest.raises(OSError, match=r"text.json cannot be written \(File too large\): free some space"):
+        write_atomically(text, "c" * 200)
+    with pytest.raises(OSError, match=r"head cannot be written \(.*\): free some space and start again"):
+        save_head(tiny_head(), head)
+    assert list(tmp_path.iterdir()) == [rows]
 
 
 def test_a_written_file_has_the_users_own_permissions(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
-from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
+from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
@@ -263,15 +263,12 @@ def fill(
     done = {row["number"] for row in file.read()} | set(file.left_out())
     left = [question for question in questions if question.number not in done]
     tokens = 0
-    with (
-        file.path.open("a", encoding="utf-8") as out,
-        tqdm(total=len(questions), initial=len(done), desc=file.path.name, unit="row", mininterval=2) as bar,
-    ):
+    file.path.touch()
+    with tqdm(total=len(questions), initial=len(done), desc=file.path.name, unit="row", mininterval=2) as bar:
         start = time.monotonic()
         for answer in write_answers(target, left, max_new_tokens, rows):
             row = {"number": answer.number, "complete": answer.complete, **row_of(answer)}
-            out.write(json.dumps(row) + "\n")
-            out.flush()
+            append_row(file.path, row)
             tokens += len(answer.tokens)
             bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
             bar.update()

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from eagle_fsd.acceptance.calibration import FILE as CALIBRATION
 from eagle_fsd.acceptance.calibration import write_calibrations
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.atomic import name_full_disk
 from eagle_fsd.files.provenance import public_command
 from eagle_fsd.files.tensor_files import read_tensors
 from eagle_fsd.hub.head_checkpoint import (
@@ -175,7 +176,10 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
     text = card.text(repo_id)
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()  # follows links, so that files are moved within one disk
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".publish-") as parts:
+    with (
+        name_full_disk(folder),
+        tempfile.TemporaryDirectory(dir=place.parent, prefix=".publish-") as parts,
+    ):
         for file in filter(Path.is_file, files):
             shutil.copyfile(file, Path(parts) / file.name)
         (Path(parts) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
