@@ -325,7 +325,8 @@ def test_a_run_that_is_killed_while_it_exports_knows_its_own_files(
 def test_what_a_killed_run_left_half_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     (tmp_path / "run").mkdir()
-    ours = [f"{name}.0123456789abcdef.partial" for name in ("checkpoint.pt", "best.pt")]
+    names = ("checkpoint.pt", "best.pt", "log.jsonl", "provenance.json", "curves.png")
+    ours = [f"{name}.0123456789abcdef.partial" for name in names]
     theirs = ["video.mp4.partial", "checkpoint.pt.old.partial"]
     for name in (*ours, *theirs):
         (tmp_path / "run" / name).write_bytes(b"half")

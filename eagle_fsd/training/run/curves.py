@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.files.atomic import atomic_path
-from eagle_fsd.training.run.folder import read_log
+from eagle_fsd.training.run.folder import CURVES, read_log
 
 logger = logging.getLogger(__name__)
 
-CURVES = "curves.png"
 SMOOTHED = 0.02  # share of the run's steps that are averaged into a point of a loss curve
 
 

@@ -24,6 +24,7 @@ CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 LOG = "log.jsonl"
 RECORD = "provenance.json"
+CURVES = "curves.png"
 # What torch.load raises for a file that is cut short or of another kind.
 DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
 
@@ -32,10 +33,10 @@ DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, 
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder, until this process ends. Raises ValueError if one is at work there.
 
-    A checkpoint or head that a killed run has not written to its end is deleted.
+    A file that a killed run has not written to its end is deleted.
     """
     with sole(folder / ".lock", folder, "overwrite each other's checkpoints"):
-        for name in (CHECKPOINT, BEST):
+        for name in (CHECKPOINT, BEST, LOG, RECORD, CURVES):
             for partial in partials_of(folder / name):
                 partial.unlink(missing_ok=True)
         yield
