@@ -345,6 +345,19 @@ def test_the_file_of_rows_names_what_is_wrong(tmp_path: Path) -> None:
     path.write_text('{"number": 0}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl was made .* \(a\.jsonl\.settings\.json is missing\)"):
         RowFile(path, {"seed": 1}).read()
+    settings = path.with_name("a.jsonl.settings.json")
+    settings.write_text('{"seed": ')
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl was made .* \(a\.jsonl\.settings\.json holds nothing\): name"
+    ):
+        RowFile(path, {"seed": 1}).read()
+    settings.write_text('{"seed": 1}')
+    for row in ('{"complete": true}', '{"number": 3}'):
+        path.write_text('{"number": 0, "complete": true}\n' + row + "\n")
+        with pytest.raises(
+            ValueError, match=r"a\.jsonl:2 has no number, or does not say .*; delete the line"
+        ):
+            RowFile(path, {"seed": 1}).read()
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "max_prompt_tokens", "rows"])

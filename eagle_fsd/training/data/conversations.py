@@ -300,15 +300,24 @@ class RowFile:
             return []
         changed = f"{self.settings.name} is missing"
         if self.settings.is_file():
-            known = json.loads(self.settings.read_text(encoding="utf-8"))
-            changed = differences({name: known[name] for name in known if name != LEFT_OUT}, identity)
+            known = read_records(self.settings)  # empty if it is broken
+            changed = f"{self.settings.name} holds nothing"
+            if known:
+                changed = differences({name: known[name] for name in known if name != LEFT_OUT}, identity)
         if changed:
             raise ValueError(
                 f"{self.path} was made by another target or with other prompts or settings ({changed}): name "
                 "another --output, or remove it"
             )
         drop_torn_line(self.path)
-        return [row for _, row in read_jsonl(self.path)]
+        rows = list(read_jsonl(self.path))
+        for line, row in rows:
+            if not (isinstance(row.get("number"), int) and isinstance(row.get("complete"), bool)):
+                raise ValueError(
+                    f"{self.path}:{line} has no number, or does not say whether it is complete: every row of "
+                    "this file has both; delete the line, and it is made again"
+                )
+        return [row for _, row in rows]
 
     def left_out(self) -> list[int]:
         """Return the numbers of the rows that were made and left out: nobody makes them again."""
