@@ -281,7 +281,7 @@ class Trainer:
         started = time.monotonic()
         result = evaluate(self.head, self.held_out, self.embedding)
         self.seconds += time.monotonic() - started
-        if result["chain_tau"] > self.best:
+        if result["chain_tau"] > self.best or not (self.folder / BEST).is_file():
             self.best = result["chain_tau"]
             save_atomically(
                 {"head": self.head.state_dict(), "step": self.step, "held_out": result}, self.folder / BEST

@@ -183,6 +183,17 @@ def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_a_run_whose_best_head_is_gone_keeps_another(tmp_path: Path) -> None:
+    """A damaged one is to be removed: then the last head is the best that is left."""
+    trainer_for(tmp_path, FAST).run()
+    (tmp_path / BEST).unlink()
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    save_atomically(state | {"best": 99.0}, tmp_path / CHECKPOINT)
+    again = trainer_for(tmp_path, FAST)
+    again.run()
+    assert read_checkpoint(tmp_path / BEST)["step"] == again.step and again.best < 99
+
+
 @pytest.mark.parametrize("name", [BEST, LOG])
 @pytest.mark.parametrize("evaluations", [1, 2])
 def test_a_run_that_is_killed_in_its_last_evaluation_ends_as_a_whole_one(
