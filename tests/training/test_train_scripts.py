@@ -322,6 +322,19 @@ def test_a_run_that_is_killed_while_it_exports_knows_its_own_files(
     assert load_head(str(tmp_path / "head"), 32, 128).config.draft_vocab_size == (9 if draft else None)
 
 
+def test_a_log_that_cannot_be_drawn_costs_the_curves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("matplotlib", reason="the curves need matplotlib: pip install 'eagle-fsd[train]'")
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("run")
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_text(log.read_text().replace("cross_entropy", "cross_entropz", 1))
+    assert "finished" in train("run", "--export {}/head")
+    assert f"no curves.png: {log} cannot be drawn ('cross_entropy')" in caplog.text
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
 def test_what_a_killed_run_left_half_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     (tmp_path / "run").mkdir()

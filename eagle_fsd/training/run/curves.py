@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import atomic_path
-from eagle_fsd.training.run.folder import CURVES, read_log
+from eagle_fsd.training.run.folder import CURVES, LOG, read_log
 
 logger = logging.getLogger(__name__)
 
@@ -17,10 +18,19 @@ SMOOTHED = 0.02  # share of the run's steps that are averaged into a point of a 
 
 
 def plot_curves(folder: Path) -> Path | None:
-    """Draw the folder's log. Returns None, with a warning, if matplotlib is missing."""
+    """Draw the folder's log. Returns None, with a warning, if matplotlib is missing or the log is damaged."""
     if find_spec("matplotlib") is None:
         logger.warning("no %s: matplotlib is missing; pip install 'eagle-fsd[train]'", CURVES)
         return None
+    try:
+        return draw(folder)
+    except (OSError, ValueError, TypeError, LookupError) as error:  # the head must still be exported
+        logger.warning("no %s: %s cannot be drawn (%s)", CURVES, folder / LOG, one_line(error, 200))
+        return None
+
+
+def draw(folder: Path) -> Path:
+    """Draw the folder's log, and return the picture's path."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     records = read_log(folder)
