@@ -42,7 +42,9 @@ def test_features_are_the_final_norm_states_whatever_the_padding(tmp_path: Path)
             )
 
 
-def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
+def test_extraction_goes_on_at_the_first_missing_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tiny_target()
     examples = [
         Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7, 5, 6)
@@ -52,9 +54,13 @@ def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
     whole = everything(tmp_path)
     assert [sequence.tokens.tolist() for sequence in whole] == [example.tokens for example in examples]
     (tmp_path / "shard_00001.safetensors").unlink()
+    capsys.readouterr()
     kept = (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns
     extract(target.base_model, examples, tmp_path, WHO, **settings)
     assert (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns == kept
+    # What is there counts as done, and not as work of this run, by which the time that is left is guessed.
+    shown = capsys.readouterr().err.split("\r")
+    assert "| 2/3 [" in shown[1] and "| 3/3 [" in shown[-1], shown
     for before, after in zip(whole, everything(tmp_path), strict=True):
         torch.testing.assert_close(before.features, after.features)
     with pytest.raises(
@@ -66,7 +72,9 @@ def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no feature shards"):
         StoredFeatures([tmp_path / "none"], WHO)
     (tmp_path / "manifest.json").write_text('{"target": {}, "count": "5"}')
-    with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
+    with pytest.raises(
+        ValueError, match=r"has no readable manifest\.json: .*; remove the folder and extract"
+    ):
         StoredFeatures([tmp_path], WHO)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"has shards and no manifest\.json: .*; remove the folder"):

@@ -202,9 +202,11 @@ def extract(
     if not (folder / MANIFEST).is_file():  # processes that start together all write the same whole file
         write_atomically(folder / MANIFEST, json.dumps(manifest))
     starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
-    for number, start in tqdm(starts, desc=f"features of {folder.name}", unit="shard", mininterval=5):
+    missing = [one for one in starts if not shard_path(folder, one[0]).is_file()]
+    done, name = len(starts) - len(missing), f"features of {folder.name}"
+    for number, start in tqdm(missing, name, len(starts), initial=done, unit="shard", mininterval=5):
         path = shard_path(folder, number)
-        if path.is_file():
+        if path.is_file():  # another run has made it meanwhile
             continue
         part = OnlineFeatures(base_model, examples[start : start + shard_examples], batch_tokens, taps)
         write_shard(path, part.read(range(len(part.tokens))), dtype)

@@ -144,7 +144,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return manifest
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{folder} has no readable {MANIFEST}: a folder of features must have one; extract them again"
+            f"{folder} has no readable {MANIFEST}: a folder of features must have one; remove the folder and "
+            "extract them again"
         ) from error
 
 
