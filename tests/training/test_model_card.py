@@ -320,6 +320,40 @@ def test_a_head_is_not_published_onto_itself(runs: Path, monkeypatch: pytest.Mon
     assert load_head(str(runs / "out"), HIDDEN, VOCAB)
 
 
+def test_a_publication_that_is_killed_half_way_is_done_again(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever files are in their place by then: the folder is known as a repository of ours."""
+    replace, moved = Path.replace, []
+
+    def killed(path: Path, place: Path) -> Path:
+        if place.parent == runs / "out":
+            if len(moved) == killed_at:
+                raise KeyboardInterrupt
+            moved.append(place.name)
+        return replace(path, place)
+
+    for killed_at in range(1, 3):
+        moved.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", killed)
+            with pytest.raises(SystemExit):
+                run(runs, patch, "--dry-run")
+        assert len(list((runs / "out").iterdir())) == killed_at
+        run(runs, monkeypatch, "--dry-run")
+        assert load_head(str(runs / "out"), HIDDEN, VOCAB)
+        for path in (runs / "out").iterdir():
+            path.unlink()
+
+
+def test_a_place_that_takes_nothing_is_named_before_a_head_is_read(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (runs / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"publish: --output names .*file/out, where nothing can be written"):
+        run(runs, monkeypatch, "--dry-run", "--output", str(runs / "file" / "out"))
+
+
 def lose(name: str) -> Any:
     return lambda runs: (runs / "run" / "provenance.json").write_text(
         json.dumps({key: value for key, value in TRAINING.items() if key != name})

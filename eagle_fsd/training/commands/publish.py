@@ -20,6 +20,7 @@ from pathlib import Path
 from eagle_fsd.acceptance.calibration import FILE
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.evaluation.commands.tau import summed_up, table
+from eagle_fsd.files.places import require_room
 from eagle_fsd.hub.head_checkpoint import read_config
 from eagle_fsd.training.cli import run_command
 from eagle_fsd.training.run.card_calibrations import read_own
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    output = args.output or args.head.parent / "publish"
+    require_room("--output", output, output.parent)  # where the repository is made before it is moved
     rows = summed_up(read_tau(args.tau))
     refuse_mixed_rows(rows, args.tau)
     config = read_config(args.head, "draft head")
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         logger.warning("not compared: %s", unknown)
     about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
     card = Card(*about, args.custom_generate, own)
-    folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
+    folder = write_repository(args.head, card, args.repo_id, output)
     if warning := bias_warning(folder):
         logger.warning(warning)
     if args.dry_run:

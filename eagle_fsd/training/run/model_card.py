@@ -192,7 +192,7 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
         made = {file.name for file in Path(parts).iterdir()}
         if CARD in earlier and (place / CARD).read_bytes() != text.encode():
             shutil.copyfile(place / CARD, place.with_name(f"{place.name}.{CARD}.old"))
-        for name in made:
+        for name in sorted(made, key=CARD.__ne__):  # the card first: by it the folder is known as ours
             if (place / name).is_dir():
                 shutil.rmtree(place / name)
             (Path(parts) / name).replace(place / name)
