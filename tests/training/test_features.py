@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.training_world import (
     tiny_target,
 )
@@ -121,6 +123,30 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "shard_00000.safetensors").write_bytes(b"half a file")
     (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO, "count": 1, "shard_examples": 1}))
     with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
+        StoredFeatures([tmp_path], WHO)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "why"),
+    [
+        ("offsets", lambda old: old * torch.tensor([1, 9, 1]), "its offsets do not divide its tokens"),
+        ("offsets", lambda old: old - torch.tensor([0, 9, 0]), "its offsets do not divide its tokens"),
+        ("offsets", lambda old: old[:2], "its offsets do not divide its tokens"),
+        ("learn", lambda old: old[:-1], "its offsets do not divide its tokens"),
+        ("features", lambda old: old[:-1], r"features has \[7\] rows, tokens \[8\]"),
+    ],
+)
+def test_a_shard_whose_parts_do_not_fit_is_damaged(
+    name: str, edit: Callable[[torch.Tensor], torch.Tensor], why: str, tmp_path: Path
+) -> None:
+    """Else a head would learn from other tokens than the features are of."""
+    examples = [Example([1, 2, 3], [True] * 3), Example([4, 5, 6, 7, 8], [True] * 5)]
+    extract(tiny_target().base_model, examples, tmp_path, WHO, dtype=torch.float32)
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = {key: value.clone() for key, value in load_file(path).items()}
+    save_file(whole | {name: edit(whole[name]).clone()}, path)
+    message = rf"is no whole feature shard \({why}.*\); remove it and extract again"
+    with pytest.raises(ValueError, match=message):
         StoredFeatures([tmp_path], WHO)
 
 

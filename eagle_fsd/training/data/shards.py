@@ -92,7 +92,11 @@ class StoredFeatures:
 
     def _index(self, path: Path) -> None:
         tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets", present=self.names)
-        for start, end in pairwise(bounds.tolist()):
+        ends = bounds.flatten().tolist()
+        ascend = all(start < end for start, end in pairwise(ends))
+        if not (ascend and ends[:1] == [0] and ends[-1] == len(tokens) == len(learn)):
+            raise damaged(path, ValueError("its offsets do not divide its tokens into examples"))
+        for start, end in pairwise(ends):
             self.tokens.append(tokens[start:end].long())
             self.learn.append(learn[start:end])
             self.places.append((path, start, end))
@@ -155,14 +159,15 @@ def shard_counts(folders: Sequence[Path]) -> list[int]:
 
 
 def read_tensors(path: Path, *names: str, present: Sequence[str] = ("features",)) -> list[Tensor]:
-    """Read whole tensors of a shard, and make sure that those named in `present` are in it."""
+    """Read whole tensors of a shard, and make sure that those in `present` have as many rows as the first."""
     try:
         with safe_open(path, "pt") as shard:
             found = [shard.get_tensor(name).clone() for name in names]
             for name in present:
-                shard.get_slice(name)
+                if (rows := shard.get_slice(name).get_shape()[:1]) != list(found[0].shape[:1]):
+                    raise ValueError(f"{name} has {rows} rows, {names[0]} {list(found[0].shape[:1])}")
             return found
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error) from error
 
 
