@@ -160,6 +160,11 @@ def test_prompts_are_chats_of_first_turns(tmp_path: Path) -> None:
     assert ids(path, path, skip=1, limit=1) == [[1, 99, 2], [1, 99, 2]]
     with pytest.raises(ValueError, match=r"skip is 3: .*prompts_few.jsonl has 3 samples; lower it"):
         ids(path, skip=3)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(
+        ValueError, match=r"empty.jsonl has no samples: there must be one at least; name anot"
+    ):
+        ids(tmp_path / "empty.jsonl")
     assert (set_name(path), set_name(tmp_path / "own.jsonl")) == ("few", "own")
     with pytest.raises(
         ValueError, match=r"gone.jsonl: cannot be read \(No such file or directory\); name a JSONL file"

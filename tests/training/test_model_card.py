@@ -127,7 +127,9 @@ class FakeApi:
         files = sorted(path.name for path in Path(options["folder_path"]).iterdir())
         self.calls.append((options["repo_id"], {"files": files}))
         # What an earlier head may have left there, and never the card.
-        assert {"draft_vocabulary.safetensors", "custom_generate/*"} <= set(options["delete_patterns"])
+        assert {"draft_vocabulary.safetensors", "calibration.json", "custom_generate/*"} <= set(
+            options["delete_patterns"]
+        )
         assert "README.md" not in options["delete_patterns"]
 
 

@@ -578,6 +578,9 @@ def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_command("synthesize", f"{line} --exclude {prompts}")
     with pytest.raises(SystemExit, match=": no prompts: give --prompts, --dataset or --self-prompts"):
         run_command("synthesize", f"--output {output}")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(SystemExit, match=r": no prompts in .*empty\.jsonl: give --prompts"):
+        run_command("synthesize", f"--prompts {tmp_path}/empty.jsonl --output {output}")
     before = output.read_text()
     held = sole(output.with_name(".answers.lock"), output, "write each row twice")
     with (

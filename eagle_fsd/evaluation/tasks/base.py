@@ -105,6 +105,8 @@ def require_range(skip: int, limit: int | None) -> None:
 def taken(items: list[Item], origin: object, skip: int, limit: int | None) -> list[Item]:
     """Return at most `limit` items after the first `skip`. Raises ValueError where none is left."""
     require_range(skip, limit)
+    if not items:
+        raise ValueError(f"{origin} has no samples: there must be one at least; name another file")
     if skip >= len(items):
         raise ValueError(f"skip is {skip}: {origin} has {len(items)} samples; lower it")
     return items[skip : None if limit is None else skip + limit]

@@ -132,7 +132,8 @@ def write(args: argparse.Namespace) -> None:
     )
     given = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
     if not given and args.self_prompts < 1:
-        raise ValueError("no prompts: give --prompts, --dataset or --self-prompts")
+        files = f" in {', '.join(map(str, args.prompts))}" if args.prompts else ""
+        raise ValueError(f"no prompts{files}: give --prompts, --dataset or --self-prompts")
     prompts = without_overlap(given, args.exclude)  # now: a mistake in these files is found before a model is
     if args.self_prompts < 1:
         require_prompts(prompts)
