@@ -20,13 +20,11 @@ from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_pars
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.cli.ranks import on_every_rank
-from eagle_fsd.core.checks import defer_interrupt, one_line, tell
+from eagle_fsd.core.checks import BROKEN_PIPE, defer_interrupt, discard_stdout, one_line, tell
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.generate import (
-    BROKEN_PIPE,
     CLOSED,
     UserError,
-    discard_stdout,
     explain_lack_of_memory,
     load_model,
     raise_user_errors,

@@ -26,7 +26,15 @@ from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.model_flags import begin_early, without_collector
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.core.checks import INTERRUPTED, defer_interrupt, one_line, report_interrupt, tell
+from eagle_fsd.core.checks import (
+    BROKEN_PIPE,
+    INTERRUPTED,
+    defer_interrupt,
+    discard_stdout,
+    one_line,
+    report_interrupt,
+    tell,
+)
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
@@ -42,7 +50,6 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
 
-BROKEN_PIPE = 141
 CLOSED = "stdout is closed: the text needs it; open it"
 
 
@@ -291,11 +298,6 @@ def report_mistake(program: str, error: object, verbose: bool = False) -> int:
         traceback.print_exc()
     tell(f"{program}: error: {one_line(error)}")
     return USAGE
-
-
-def discard_stdout() -> None:
-    """Send the rest of stdout nowhere, since the interpreter flushes it once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

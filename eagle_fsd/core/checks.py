@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import threading
@@ -11,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 
 INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
+BROKEN_PIPE = 141  # and to what wrote to a reader that is gone
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 
 
@@ -56,6 +58,40 @@ def tell(text: str) -> None:
     """Write a line to stderr, if that takes it: a full disk behind it must not end what is under way."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
+
+
+def discard_stdout() -> None:
+    """Send the rest of stdout nowhere, since the interpreter flushes it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class EnduringStderr:
+    """What stderr shows, for bars and libraries: where it takes nothing, the work goes on without."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def outlive_stderr() -> Iterator[None]:
+    """Let nothing within end because stderr takes no more: of a full disk, or of a reader that is gone."""
+    if sys.stderr is None:
+        yield
+        return
+    with contextlib.redirect_stderr(EnduringStderr(sys.stderr)):
+        yield
 
 
 def report_interrupt() -> int:

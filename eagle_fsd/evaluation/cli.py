@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pathlib import Path
 
-from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
+from eagle_fsd.core.checks import (
+    BROKEN_PIPE,
+    discard_stdout,
+    one_line,
+    outlive_stderr,
+    report_interrupt,
+    require_integer,
+)
 from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
@@ -129,13 +137,20 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Itera
     """
     arguments = parser.parse_args(argv)
     try:
-        with mistakes_on_one_line(parser):
+        with mistakes_on_one_line(parser), outlive_stderr():
             yield arguments
     except KeyboardInterrupt:
         sys.exit(report_interrupt())
 
 
 def say(text: object) -> None:
-    """Write a line to stdout now: a command's result, not its log."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """Write a line to stdout now: a command's result, not its log. Exits with one line if that is full."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(UnsupportedOperation):  # of a stdout that is no file
+            discard_stdout()
+        if isinstance(error, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        sys.exit(f"stdout takes no more ({error.strerror}): what is in files stays; make room there")

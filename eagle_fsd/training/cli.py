@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
+from eagle_fsd.core.checks import one_line, outlive_stderr, report_interrupt, require_integer
 from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.files.jsonl import read_jsonl
@@ -34,7 +34,8 @@ def run_command(
     name = parser.prog.removesuffix(".py")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        run(args)
+        with outlive_stderr():
+            run(args)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {one_line(error, 1000)}")
     except (MemoryError, RuntimeError) as error:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
+import re
 import runpy
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,14 @@ from support.tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_he
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.acceptance.rule_names import describe
-from eagle_fsd.evaluation.cli import encoded_prompts, load_engine, model_parser, parsed, plain_parser
+from eagle_fsd.evaluation.cli import (
+    encoded_prompts,
+    load_engine,
+    model_parser,
+    parsed,
+    plain_parser,
+    say,
+)
 from eagle_fsd.evaluation.commands import greedy, tau
 from eagle_fsd.evaluation.commands.greedy import reference
 from eagle_fsd.evaluation.prompt_sets import batches, set_name
@@ -334,3 +345,26 @@ def test_memory_that_ends_in_a_command_is_one_line(capsys: pytest.CaptureFixture
     assert "error: out of memory: CUDA out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="a fault"), parsed(plain_parser("A command."), []):
         raise RuntimeError("a fault")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"stdout takes no more \(No space left on device\): .*",
+        ),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "141"),
+    ],
+)
+def test_a_result_that_stdout_does_not_take_ends_in_one_line(
+    error: OSError, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stdout(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    monkeypatch.setattr(sys, "stdout", Stdout())
+    with pytest.raises(SystemExit) as end:
+        say("tau 3")
+    assert re.fullmatch(code, str(end.value.code))

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.full_disk import FullDisk
 from support.tiny_models import tiny_model
 from support.training_world import (
     LetterTokenizer,
@@ -333,6 +335,14 @@ def test_a_log_that_cannot_be_drawn_costs_the_curves_alone(
     assert "finished" in train("run", "--export {}/head")
     assert f"no curves.png: {log} cannot be drawn ('cross_entropy')" in caplog.text
     assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+def test_a_run_goes_on_where_stderr_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a full disk behind a log file, or of a reader that is gone: hours of training do not end by it."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert "finished" in train("run", "--export {}/head")
+    assert (tmp_path / "head" / "model.safetensors").is_file() and isinstance(sys.stderr, FullDisk)
 
 
 def test_what_a_killed_run_left_half_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
