@@ -91,7 +91,7 @@ class Walk:
             sizes["final_logit_softcapping"] = 20.0
         self.model = tiny_model(family, attention_of(family), vocab_size=VOCAB_SIZE, **sizes)
         self.target, self.plain = TargetModel(self.model, runtime=graphs), PlainTexts(self.model)
-        self.drafter, self.lookup = draw.choice(sorted(DRAFTERS)), draw.random() < 0.35
+        self.drafter, self.lookup = draw.choice(sorted(DRAFTERS)), draw.random() < 0.5
         few = draw.sample(TREES, 2) if graphs else TREES  # a graph is compiled for each size
         self.trees = TREES[:1] if self.drafter == "none" else few
         self.engine, self.tree = self.fresh(), draw.choice(self.trees)

@@ -60,7 +60,8 @@ RULES = (
     Fuzzy(math.inf, price=1.5),
     Fuzzy(math.inf, price=0.3, mode="swap"),
 )
-TREES = [TreeConfig.parse(one) for one in ("1/1/1", "2/1/1", "6/5/4/0.05", "8/3/3", "12/4/8/0.2", "40/6/6")]
+SIZES = ("1/1/1", "2/1/1", "6/5/4/0.05", "8/4/8/0.1", "12/4/8/0.2", "40/6/6")
+TREES = [TreeConfig.parse(size) for size in SIZES]
 
 
 @dataclass
@@ -106,8 +107,8 @@ def random_prompts(draw: random.Random, known: Sequence[Sequence[int]]) -> list[
     start = draw.choices(range(VOCAB_SIZE), k=draw.choice([3, 70])) if draw.random() < 0.2 else []
     for _ in range(draw.choice([1, 1, 2, 3, 5])):
         prompt = draw.choices(range(VOCAB_SIZE), k=draw.choice(LENGTHS))
-        if draw.random() < 0.3:
-            prompt = prompt[:3] * (len(prompt) // 3 + 1)
+        if draw.random() < 0.5:
+            prompt = (prompt[: draw.choice([1, 3, 7])] * len(prompt))[: len(prompt)]
         if known and draw.random() < 0.4:
             before = draw.choice(known)
             prompt = [*before[: draw.randint(1, len(before))], *prompt[:9]]
