@@ -246,8 +246,11 @@ def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> 
 
     encoded = []
     for number, prompt in enumerate(prompts, 1):
-        encoded.append(encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args))
         name = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+        try:
+            encoded.append(encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if len(prompts) > 1 else str(error)) from error
         remaining_positions(model.target, name, encoded[-1].shape[1])
     return encoded
 

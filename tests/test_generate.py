@@ -747,6 +747,22 @@ def test_what_the_engine_refuses_is_a_mistake(
     assert "prompt 2 of 2: the prompt has 6" in err
 
 
+def test_a_prompt_that_cannot_be_encoded_is_named(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(messages: Sequence[dict[str, str]], **_options: object) -> None:
+        if "bad" in messages[-1]["content"]:
+            raise ValueError("the template refuses it")
+        return template(messages, **_options)
+
+    template = model.tokenizer.apply_chat_template
+    monkeypatch.setattr(model.tokenizer, "apply_chat_template", refuse)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "abc"}\n{"prompt": "a bad one"}\n')
+    code, out, err = run(capsys, "--prompt-file", str(path))
+    assert (code, out) == (2, "") and "error: prompt 2 of 2: " in err and "refuses" in err
+
+
 def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(
     model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

@@ -21,14 +21,17 @@ DTYPES = {
 }
 
 
+# What torch, its libraries, drivers, C++ and systems say when memory ends.
+NO_ROOM = ("out of memory", "t allocate", "to allocate", "enough memory", "bad_alloc", "ALLOC_FAILED")
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ended.
 
     torch raises a plain RuntimeError on a CPU, and on a GPU where its libraries or the driver had no room.
     """
     no_room = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    said = any(words in str(error) for words in ("alloc", "ALLOC_FAILED", "out of memory"))
-    return no_room or (isinstance(error, RuntimeError) and said)
+    return no_room or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_ROOM))
 
 
 def refuse_lack_of_memory(what: str, error: BaseException) -> None:

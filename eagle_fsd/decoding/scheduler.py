@@ -27,6 +27,7 @@ from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED
 from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, count_agreed, host_tokens
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
+from eagle_fsd.decoding.steps.trees import StepTrees
 from eagle_fsd.decoding.workspace import Workspace, make_workspace
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, NoDrafter, Resumable
 from eagle_fsd.runtime.kv_cache import SavedRow
@@ -36,6 +37,7 @@ from eagle_fsd.target.session import TargetSession
 logger = logging.getLogger(__name__)
 CANCELLED = "cancelled"  # the finish reason of a retired text
 SLICE = 256  # prompt tokens between two steps
+LOOKED_AT = 8  # waiting texts that may overtake; a long prompt is compared with all kept texts
 
 
 class Scheduler:
@@ -47,9 +49,7 @@ class Scheduler:
     cache_tokens: the most slots of the caches that all texts may take together, each with room for one
     token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
     texts that have ended may keep, for prompts that begin like them; 0: none. observer: is shown every step;
-    it may be set and taken away between steps. crowded: trees, no larger than `tree`, for the steps of at
-    least this many texts at once, if every one of them gets the same tokens with any tree (Terms.any_tree):
-    where many texts fill the processor, drafts for each are worth less.
+    it may be set and taken away between steps. crowded: trees for steps of many texts, see StepTrees.
 
     Raises ValueError for numbers out of range.
     """
@@ -77,12 +77,7 @@ class Scheduler:
         if drafter is not None and tree.total_tokens > 1:
             self.drafter = drafter
         self.watch, self.observer = watch or Stopwatch(), observer
-        self.crowded = dict(crowded or {})
-        for size, one in self.crowded.items():
-            if not tree.holds(one):
-                raise ValueError(
-                    f"crowded has the tree {one} for {size} texts: it must be no larger than {tree}; lower it"
-                )
+        self.trees = StepTrees(tree, crowded)
         self.waiting: deque[Text] = deque()
         self.reading: Reading | None = None
         self._overtaken = False  # whether a prompt overtook the one being read in the last step
@@ -134,6 +129,11 @@ class Scheduler:
         return [] if self.reading is None else self.reading.texts
 
     @property
+    def _free(self) -> int:
+        """How many texts may still be taken up."""
+        return self.rows - len(self.decoding) - len(self._being_read)
+
+    @property
     def _running(self) -> Batch | None:
         """The batch, if any of its texts is not done."""
         return self.batch if self.decoding else None
@@ -147,7 +147,7 @@ class Scheduler:
     def step(self) -> dict[Text, list[int]]:
         """Read a slice of the prompts, run one step and return the tokens that each text emitted.
 
-        No text emits any while the first prompts are being read. A text whose options leave it no token ends
+        No text emits any before its prompt has been read. A text whose options leave it no token ends
         with the finish reason FAILED, see Text. Raises whatever target and drafter raise, NonFiniteLogits
         included. The scheduler cannot be used after that: admit its unfinished texts to a new one.
         """
@@ -157,16 +157,11 @@ class Scheduler:
                 self._read_prompts()
         if self.batch is None:
             return {}
-        self.batch.observer, self.batch.tree = self.observer, self._tree_of(self.batch)
+        tree = self.trees.of(self.batch.texts, self.batch.active)
+        self.batch.observer, self.batch.tree = self.observer, tree
         emitted = step(self.batch, keep_done=True)
         self._release()
         return emitted
-
-    def _tree_of(self, batch: Batch) -> TreeConfig:
-        sizes = [size for size in self.crowded if size <= len(batch.texts)]
-        if sizes and all(text.terms.any_tree for text in self.decoding):
-            return self.crowded[max(sizes)]
-        return self.tree
 
     def run(self) -> Iterator[tuple[Text, list[int]]]:
         """Run steps until all texts are done, and yield the tokens that each text emits."""
@@ -196,31 +191,28 @@ class Scheduler:
 
     def _short(self, most: int) -> list[Text]:
         """Return those of the next texts that have at most this many tokens to read."""
-        return [text for text in islice(self.waiting, self.rows) if self._unread(text) <= most]
 
-    def _unread(self, text: Text) -> int:
-        """Return how many tokens of a prompt are not in a kept text."""
-        found = self._find_prefix(text)
-        return len(text.prompt) - (0 if found is None else found[1])
+        def short(text: Text) -> bool:
+            found = None if len(text.prompt) <= most else self._find_prefix(text)
+            return len(text.prompt) - (0 if found is None else found[1]) <= most
+
+        return [text for text in islice(self.waiting, LOOKED_AT) if short(text)] if self._free else []
 
     def _next_reading(self, most: int, waiting: Sequence[Text]) -> Reading | None:
         """Return the next texts to read: several whose prompts are at most `most` tokens together, or one.
 
         waiting: those to choose from, the next one first. None: there is none, or it has to wait for a place.
         """
-        active = len(self.decoding) + len(self._being_read)
-        free = self.rows - active
-        if not waiting or free < (self.group if active else 1):
+        free = self._free
+        if not waiting or free < (self.group if free < self.rows else 1):
             return None
         if not self._fits(waiting[:1]):
-            if self.batch is not None:
+            if self.batch is not None and self.reading is None:
                 self.batch.drop_done_rows()  # it may wait for long, and takes nobody's place till then
             return None
         found = self._find_prefix(waiting[0])
         if found is not None:
             self.prefixes.use(found[0])  # now: it may yet be dropped to make room for more texts
-        if self.reading is not None and self._unread(waiting[0]) > most:
-            return None  # its beginning was kept until just now
         count = 1
         while count < min(len(waiting), free):
             more = waiting[: count + 1]
@@ -289,14 +281,20 @@ class Scheduler:
     # --- memory ---
 
     def _fits(self, texts: Sequence[Text]) -> bool:
-        """Return whether there are slots for more texts, once kept texts have made room for them."""
+        """Return whether there are slots for more texts, once kept texts have made room for them.
+
+        Nothing makes room for texts that would overtake another one: they can wait for it.
+        """
         if self.budget.limit is None:
             return True
-        first, last = (texts, self._being_read) if self._being_read else ([], texts)
-        limit, needed = self.budget.limit, self.budget.of_batches([*self.decoding, *first], last)
+        limit = self.budget.limit
+        if self._being_read:
+            overtaking = self.budget.of_overtaking(self._running, texts, self._being_read)
+            return overtaking + self.prefixes.slots <= limit
+        needed = self.budget.of_batches(self.decoding, texts)
         if needed > limit:
             return False
-        now = self.budget.of_batches_now(self._running, first, last)
+        now = self.budget.of_batches_now(self._running, texts)
         if now > needed and now + self.prefixes.slots > limit:
             self._tighten()
             now = needed
@@ -344,7 +342,7 @@ class Scheduler:
             return
         slots, room = self.budget.of_tokens(len(tokens)), self.prefixes.limit
         if self.budget.limit is not None:
-            room = self.budget.limit - self.budget.of_batches_now(self._running, [], self._being_read)
+            room = self.budget.limit - self.budget.of_batches_now(self._running, self._being_read)
         if self.prefixes.prepare(tokens, slots, room):
             saved = session.save_row(row, len(tokens) - 1)
             self.prefixes.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))

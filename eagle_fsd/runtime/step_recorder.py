@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.devices import ran_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +216,7 @@ class RecordedWork:
         except NothingRecorded:
             return Mark.EAGER
         except RuntimeError as error:
-            # Where a graph itself finds no room, and not a tensor in it, that is no OutOfMemoryError.
-            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            if ran_out_of_memory(error):
                 logger.warning("out of memory for a CUDA graph: all are dropped, and this step runs without")
                 self.graphs.drop()
             else:

@@ -40,3 +40,4 @@ def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch: pytest.Monk
 def test_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
     assert ran_out_of_memory(error)
     assert not ran_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not ran_out_of_memory(RuntimeError("Expected all tensors to be allocated on the same device"))

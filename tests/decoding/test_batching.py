@@ -18,6 +18,7 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import keep
 from eagle_fsd.decoding.prompts import prefill as prefill_module
 from eagle_fsd.decoding.prompts import prefix_cache
@@ -424,7 +425,7 @@ def test_short_prompts_never_keep_a_long_one_from_being_read() -> None:
     assert found == {one: alone("eagle", one) for one in (long, *others)}
 
 
-def test_who_goes_on_from_a_kept_text_overtakes_unless_the_text_has_made_room() -> None:
+def test_who_goes_on_from_a_kept_text_overtakes_but_nothing_makes_room_for_that() -> None:
     slots = slots_per_row(124, TREE)
     for room, overtakes in ((None, True), (3 * slots, False)):
         before, long = text(4, prompts_of([50])[0], 4), text(8, prompts_of([120], seed=2)[0], 4)
@@ -438,9 +439,41 @@ def test_who_goes_on_from_a_kept_text_overtakes_unless_the_text_has_made_room() 
         scheduler.admit(turn)
         for _ in steps_of(scheduler, found):
             assert room is None or held(scheduler) <= room
+        assert turn.reused > 50  # the kept text is still there, whenever the turn is read
         order = [one for one in found if one is not before]  # by their first tokens
         assert order == ([turn, long] if overtakes else [long, turn])
         assert found == {one: alone("eagle", one) for one in (before, turn, long)}
+
+
+@pytest.mark.parametrize("limit", [400, 480, 560, 800])
+def test_texts_that_overtake_stay_inside_the_budget_of_slots(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while they join, beside the caches of the batch and of the text that is being read."""
+    most, overtook, join = [], [], Scheduler._join
+
+    def watched(self: Scheduler, joining: Batch) -> None:
+        if self.reading is not None:
+            overtook.extend(joining.texts)
+        own = joining.target.cache.rows * joining.target.cache.capacity
+        most.append(held(self) + own)
+        join(self, joining)
+        most.append(held(self) + (0 if self.batch is joining else own))
+
+    monkeypatch.setattr(Scheduler, "_join", watched)
+    scheduler, found = scheduler_of("eagle", rows=6, slice_tokens=8, cache_tokens=limit), {}
+    first, long = text(0, prompts_of([5])[0], 60), text(4, prompts_of([60])[0], 5)
+    for one in (first, long):
+        scheduler.admit(one)
+        for seen, tokens in scheduler.step().items():
+            found.setdefault(seen, []).extend(tokens)
+    shorts = [text(number, prompts_of([4], seed=3)[0], 60) for number in (8, 12, 16)]
+    for one in shorts:
+        scheduler.admit(one)
+    drain(scheduler, found)
+    assert max(most) <= limit
+    assert overtook and set(overtook) <= set(shorts)
+    assert found == {one: alone("eagle", one) for one in (first, long, *shorts)}
 
 
 # --- kept texts ---

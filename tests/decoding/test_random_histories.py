@@ -33,7 +33,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.prompts import prefill, prefix_cache
 from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler, trees_of_many
+from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
 from eagle_fsd.drafting.specs import with_lookup
 from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.runtime import kv_cache
@@ -97,7 +97,7 @@ class Walk:
         self.engine, self.tree = self.fresh(), draw.choice(self.trees)
         rows = draw.choice([1, 2, 4])
         ways = {"slice_tokens": draw.choice([1, 8, None]), "prefix_tokens": draw.choice([0, 3000])}
-        crowded = draw.choice([None, trees_of_many(self.tree, rows)])
+        crowded = draw.choice([None, self.tree.for_many(rows)])
         self.scheduler = Scheduler(self.target, self.engine.drafter, self.tree, rows, crowded=crowded, **ways)
 
     def fresh(self) -> EagleFSD:

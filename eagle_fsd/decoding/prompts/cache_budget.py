@@ -46,7 +46,7 @@ class CacheBudget:
         together = self.of_batch([*active, *joining])
         return together + self.of_batch(joining) if active else together
 
-    def of_batches_now(self, batch: Batch | None, first: Sequence[Text], joining: Sequence[Text]) -> int:
+    def of_batches_now(self, batch: Batch | None, joining: Sequence[Text], first: Sequence[Text] = ()) -> int:
         """Return the slots that `of_batches` counts, from the sizes that the batch's cache has right now.
 
         batch: None if there is none with an unfinished text. first: texts that join it before `joining` ones.
@@ -56,6 +56,14 @@ class CacheBudget:
         rows = max(batch.target.cache.rows, len(batch.active) + len(first) + len(joining))
         longest_row = max(map(self.of_text, [*batch.texts, *first, *joining]))
         return rows * max(batch.target.cache.capacity, longest_row) + self.of_batch(joining)
+
+    def of_overtaking(self, batch: Batch | None, first: Sequence[Text], last: Sequence[Text]) -> int:
+        """Return the most slots while `first` texts overtake `last` ones, whose prompts are being read.
+
+        That is when the former join the batch, the latter's cache beside it, or when the latter do.
+        """
+        joined = self.of_batches_now(batch, first) + self.of_batch(last)
+        return max(joined, self.of_batches_now(batch, last, first))
 
     def require(self, text: Text) -> None:
         """Raise ValueError for a text that does not fit on its own."""

@@ -53,6 +53,8 @@ class PrefixCache:
 
         most: how many may be taken over at most. None: no text shares at least LEAST tokens.
         """
+        if not self.texts:
+            return None
         tokens, best, length = host_tokens(prompt), None, LEAST - 1
         for kept in self.texts:
             if (agreed := min(count_agreed(kept.tokens, tokens), most)) > length:
