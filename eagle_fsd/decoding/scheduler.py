@@ -177,7 +177,7 @@ class Scheduler:
         may_overtake, self._overtaken = not self._overtaken, False
         # What little is left of a slice is not worth a forward, which reads all weights.
         while 2 * left > self.slice_tokens:
-            reading = self.reading or self._next_reading(left, list(self.waiting))
+            reading = self.reading or self._next_reading(left, list(islice(self.waiting, self.rows)))
             if self.reading and may_overtake and (short := self._next_reading(left, self._short(left))):
                 reading, self._overtaken = short, True
             if reading is None:

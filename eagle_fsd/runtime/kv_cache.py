@@ -207,14 +207,17 @@ class KVCache:
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots in the rows still running; what they store stays."""
         capacity, rows = self._round_up(capacity), len(self.row_lengths)
-        # If memory ends in between, some layers have moved: no recording may go on, nor any text begin here.
-        self.rows, self.buffers = 0, object()
+        self._begin_to_move()
         for layer, buffers in self.layers.items():
             self.layers[layer] = tuple(
                 torch.cat((b[:rows], b.new_zeros(rows, b.shape[1], capacity - self.capacity, b.shape[3])), 2)
                 for b in buffers
             )
         self.rows, self.capacity = rows, capacity
+
+    def _begin_to_move(self) -> None:
+        """Let no recording go on, nor any text begin here: if memory ends now, some layers have moved."""
+        self.rows, self.buffers = 0, object()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the longest row's length. transformers asks for it, but positions are always given to it."""

@@ -191,6 +191,7 @@ class BlockCache(KVCache):
         These are all that may hold something: a prompt's first parts are committed with its last one.
         """
         index = list(rows)
+        self._begin_to_move()
         for size, store in self.stores.items():
             new = self._allocate(size, capacity, len(index))
             new[:, : self._touched] = store[:, : self._touched, index]

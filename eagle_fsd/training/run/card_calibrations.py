@@ -36,11 +36,15 @@ class OwnCalibration:
     calibration: Calibration
     lookup: bool
 
+    @property
+    def command(self) -> str:
+        """The command that made it, without what is private; empty if nobody noted it."""
+        made = self.calibration.made.get("command")
+        return public_command(made) if isinstance(made, str) else ""
+
     def published(self, base_model: str) -> Calibration:
         """Return what others may see of it: with the target's Hub id as its name, and no private command."""
-        made = dict(self.calibration.made)
-        if isinstance(command := made.get("command"), str):
-            made["command"] = public_command(command)
+        made = dict(self.calibration.made) | ({"command": self.command} if self.command else {})
         models = self.calibration.models
         target = {**models["target"], "name": base_model}
         return replace(self.calibration, models={**models, "target": target}, made=made)
@@ -121,8 +125,7 @@ def described(calibrations: Sequence[OwnCalibration], command: str) -> str:
     """Write the section of a card on quality budgets. command: of `generate`, with this head."""
     titles = ("drafts", "device", "sampling", "tree", "smallest budget")
     table = markdown_table(titles, [one.row() for one in calibrations])
-    made = (one.calibration.made.get("command") for one in calibrations)
-    commands = "\n".join(dict.fromkeys(public_command(str(one)) for one in made if one))
+    commands = "\n".join(dict.fromkeys(one.command for one in calibrations if one.command))
     return (
         f"`{FILE}` says which rule is fastest where a share of the tokens may differ from the target's, the "
         f"quality budget:\n\n```bash\n{command} {calibrations[0].flags()} "

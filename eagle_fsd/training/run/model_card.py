@@ -123,9 +123,9 @@ class Card:
 
     def commands(self) -> list[str]:
         """Return the command lines that the card shows: of the measurements, then of the training."""
-        made = [one.calibration.made.get("command") for one in self.calibrations]
-        recorded = [*(row["command"] for row in self.taus), *filter(None, made), self.training["command"]]
-        return list(dict.fromkeys(map(public_command, recorded)))
+        measured = (public_command(row["command"]) for row in self.taus)
+        made = (one.command for one in self.calibrations if one.command)
+        return list(dict.fromkeys([*measured, *made, public_command(self.training["command"])]))
 
     def _measured(self) -> str:
         first = self.taus[0]

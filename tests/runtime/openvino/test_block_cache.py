@@ -331,3 +331,21 @@ def test_reset_after_growth_within_inference_mode() -> None:
         pair.write(2 * BLOCK)
     for cache in reversed(pair.both):
         cache.reset()
+
+
+def test_memory_that_ends_while_blocks_move_leaves_nothing_to_go_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys and values of one size have moved by then, those of another have not."""
+    cache = BlockCache(2, BLOCK, LAYOUTS["mixed"])
+    buffers, allocate, left = cache.buffers, BlockCache._allocate, iter([True])
+
+    def allocate_once(self: BlockCache, size: tuple[int, int], capacity: int, rows: int) -> Tensor:
+        if not next(left, False):
+            raise MemoryError
+        return allocate(self, size, capacity, rows)
+
+    monkeypatch.setattr(BlockCache, "_allocate", allocate_once)
+    with pytest.raises(MemoryError):
+        cache.grow(4 * BLOCK)
+    assert cache.rows == 0 and cache.buffers is not buffers  # a workspace of two rows is not used again
