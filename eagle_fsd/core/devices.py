@@ -35,7 +35,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def refuse_lack_of_memory(what: str, error: BaseException) -> None:
-    """Raise ValueError if an error says that memory ended. what: needs it."""
+    """Raise ValueError if an error says that memory ended. what: the model that was tried."""
     if ran_out_of_memory(error):
         raise ValueError(
             f"{what} has no memory left for a short text ({one_line(error, 120)}): the device must have some "
