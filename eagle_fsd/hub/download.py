@@ -98,7 +98,7 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
         if not (folder / BIN_NAME).is_file():
             require_hub("draft head", repo)
     found = find_head_file(folder, name)
-    try:  # the client knows the commit's files by now: where there is no calibration, it asks nobody
+    try:  # a recent client knows the commit's files by now, and asks nobody where there is no calibration
         snapshot(repo, folder.name, [CONFIG_NAME, CALIBRATION], "draft head")
     except ValueError as error:  # the head drafts without it, and may have been cached before it was fetched
         logger.warning("no %s: %s", CALIBRATION, error)
