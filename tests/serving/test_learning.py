@@ -16,7 +16,7 @@ import torch
 from starlette.testclient import TestClient
 from support.serving import settings, until
 from support.tiny_engine import NAME, TREE
-from support.tiny_models import prompts_of, simple_model, tiny_head
+from support.tiny_models import prompts_of, simple_model, young_head
 from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD
@@ -32,7 +32,7 @@ NEW = 24
 
 
 def new_engine() -> EagleFSD:
-    return EagleFSD(TargetModel(simple_model()), tiny_head(), tiny_tokenizer(), base_model=NAME)
+    return EagleFSD(TargetModel(simple_model()), young_head(), tiny_tokenizer(), base_model=NAME)
 
 
 def weights(model: EagleFSD) -> dict[str, torch.Tensor]:

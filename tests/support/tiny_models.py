@@ -175,6 +175,15 @@ def tiny_head(seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB,
     return head
 
 
+def young_head() -> DraftHead:
+    """Return a head of small weights, which soon learns: whether one as `tiny_head` makes does is chance."""
+    head = tiny_head()
+    for parameter in head.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(0.1)
+    return head
+
+
 def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Return random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)

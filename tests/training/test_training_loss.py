@@ -146,7 +146,7 @@ def test_attention_in_blocks_equals_attention_at_once_with_its_gradients(
         (predictions * noise(4, 2, 11, WIDTH, seed=2)).sum().backward()
         results.append([predictions, *(parameter.grad for parameter in head.parameters())])
     for once, blocks in zip(*results, strict=True):
-        assert (blocks - once).abs().max() < 1e-5 * once.abs().max()
+        assert (blocks - once).abs().max() < 3e-5 * once.abs().max()
 
 
 def test_a_long_sequence_never_keeps_all_its_attention_scores(monkeypatch: pytest.MonkeyPatch) -> None:

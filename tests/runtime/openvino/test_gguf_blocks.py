@@ -207,7 +207,10 @@ def test_checksums_tell_signs_and_places_apart() -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_float32_multiplies_blocks_as_the_numbers_they_stand_for(tmp_path: Path, kind: str) -> None:
-    """In one product of one row and of nine; the packed format, which rounds activations, is further off."""
+    """In one product of one row and of nine. The packed format is further off where it rounds activations.
+
+    It does so on processors that multiply bytes (AVX-512 or AVX with VNNI, AMX), and not on others.
+    """
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     packed = random_rows(kind, 96, 512)
     file = write(tmp_path / "a.gguf", {"a.weight": (kind, packed)})
@@ -225,7 +228,7 @@ def test_float32_multiplies_blocks_as_the_numbers_they_stand_for(tmp_path: Path,
             wanted = given.double() @ weight.double().T
             errors[name, rows] = float((found - wanted).norm() / wanted.norm())
     for rows in (1, 9):
-        assert errors["float32", rows] < 1e-5 < errors["packed", rows]
+        assert errors["float32", rows] < 1e-5 and errors["packed", rows] < 0.02
 
 
 # -- the default target ----------------------------------------

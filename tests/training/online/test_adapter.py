@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import prompts_of, simple_model, tiny_head
+from support.tiny_models import prompts_of, simple_model, tiny_head, young_head
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.config import SamplingConfig
@@ -22,12 +22,12 @@ from eagle_fsd.training.online import adapter as adapter_module
 from eagle_fsd.training.online.adapter import AdaptConfig, HeadAdapter
 
 TREE = TreeConfig(8, 3, 3)
-QUICK = AdaptConfig(every=24, learning_rate=0.05)
+QUICK = AdaptConfig(every=24, learning_rate=0.02)
 PROMPTS = prompts_of([6] * 8, seed=5)
 
 
 def engine(lookup: bool = False, runtime: OpenVINO | None = None) -> EagleFSD:
-    return EagleFSD(TargetModel(simple_model(), runtime=runtime), tiny_head(), lookup=lookup)
+    return EagleFSD(TargetModel(simple_model(), runtime=runtime), young_head(), lookup=lookup)
 
 
 def answer(model: EagleFSD, prompt: list[int], **options: object) -> list[int]:
@@ -35,7 +35,7 @@ def answer(model: EagleFSD, prompt: list[int], **options: object) -> list[int]:
     return made.new_tokens[0]
 
 
-def adapt(model: EagleFSD, config: AdaptConfig = QUICK, rounds: int = 8, most_used: int = 99) -> HeadAdapter:
+def adapt(model: EagleFSD, config: AdaptConfig = QUICK, rounds: int = 3, most_used: int = 99) -> HeadAdapter:
     """Let a model answer the prompts again and again, and its head learn in between.
 
     most_used: end when so many updates were used.
@@ -73,7 +73,7 @@ def test_sampled_texts_are_those_of_their_seed_with_the_head_as_it_then_is() -> 
     """The head that is saved gives the same sampled texts in another engine, so nothing else has changed."""
     model = engine()
     adapter = adapt(model)
-    other = EagleFSD(TargetModel(simple_model()), tiny_head())
+    other = EagleFSD(TargetModel(simple_model()), young_head())
     other.draft_with(adapter._live.state_dict())
     options = {"temperature": 1.0, "seed": 3}
     assert answer(model, PROMPTS[0], **options) == answer(other, PROMPTS[0], **options)
@@ -175,7 +175,7 @@ def test_what_waits_is_learned_in_parts_and_is_bounded() -> None:
 
 def test_other_engines_keep_their_head() -> None:
     """Two engines may share one head; the one that adapts takes a copy."""
-    target, head = TargetModel(simple_model()), tiny_head()
+    target, head = TargetModel(simple_model()), young_head()
     mine, other = EagleFSD(target, head), EagleFSD(target, head)
     before = {name: value.clone() for name, value in head.state_dict().items()}
     assert any(one.used for one in adapt(mine).updates)
