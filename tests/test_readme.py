@@ -95,7 +95,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "publish": "",
     "export_vllm": "--head-only",
     "speed": "--prompts prompts.jsonl --skip 0 --limit 1 --methods hf plain lossless --max-new-tokens 4",
-    "limits": "--context 16",
+    "limits": "--context 16 --nodes 4",
     "weight_formats": "--prompts prompts.jsonl --limit 1 --max-new-tokens 4 --formats torch/float32",
     "sweep": "--prompts prompts.jsonl --skip 0 --max-new-tokens 4",
     "report": "",

@@ -96,6 +96,17 @@ def emulates_bfloat16(device: torch.device) -> bool:
     return here and torch.cuda.get_device_capability(device) < (8, 0)
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether products in bfloat16 are fast here.
+
+    Where they are not, they are emulated and take many times as long as in float32: on GPUs older than
+    NVIDIA's Ampere and on processors without AVX-512, as most laptops have.
+    """
+    if device.type == "cpu":
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not emulates_bfloat16(device)
+
+
 def host_can_read(tensor: Tensor) -> bool:
     """Return whether the host can read a tensor's values without waiting for a device: only on a CPU.
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle_fsd.core.devices import multiplies_bfloat16
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
 from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
@@ -46,8 +47,8 @@ def _onednn_supports(weight: Tensor) -> bool:
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or bfloat16
+    bfloat16 = weight.dtype == torch.bfloat16
+    return weight.dtype == torch.float32 or (bfloat16 and multiplies_bfloat16(weight.device))
 
 
 def _onednn_pack(weight: Tensor) -> Tensor:

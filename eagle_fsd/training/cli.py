@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line, outlive_stderr, report_interrupt, require_integer
-from eagle_fsd.core.devices import ran_out_of_memory
+from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.training.data.examples import Example, load_examples, require_cut
@@ -75,12 +75,24 @@ def add_shards(parser: argparse.ArgumentParser) -> None:
 def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the device and the dtype that the target computes its features in."""
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    add_extract_dtype(parser, "the dtype that the target computes in and features are stored in")
+
+
+def add_extract_dtype(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
         "--extract-dtype",
-        default="bfloat16",
         choices=("bfloat16", "float32"),
-        help="the dtype that the target computes in and features are stored in; default: %(default)s",
+        help=f"{text} (default: bfloat16, or float32 where bfloat16 is emulated)",
     )
+
+
+def settle_dtypes(args: argparse.Namespace) -> None:
+    """Compute in bfloat16 where that is fast on the command's device, and else in float32, unless asked."""
+    fast = multiplies_bfloat16(resolve_device("cpu" if args.cpu else None))
+    if args.extract_dtype is None:
+        args.extract_dtype = "bfloat16" if fast else "float32"
+    if getattr(args, "float32", False) is None:
+        args.float32 = not fast
 
 
 def add_text_tokens(parser: argparse.ArgumentParser) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
+from torch.overrides import TorchFunctionMode
 
+from eagle_fsd.core.devices import multiplies_bfloat16
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.training.loss import Head
 from eagle_fsd.training.schedule import root_mean_square
 
 MOMENTUM = 0.95
 PACE = "pace"  # of a group of weights: its learning rate relative to the others'
+
+
+class WithoutBfloat16(TorchFunctionMode):
+    """Lets Muon, which orthogonalizes in bfloat16, do so in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)  # a copy, as bfloat16() makes: it is written to
+        return func(*args, **(kwargs or {}))
 
 
 class HeadOptimizer:
@@ -61,7 +73,8 @@ class HeadOptimizer:
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate * group.get(PACE, 1.0)
-            part.step()
+            with nullcontext() if multiplies_bfloat16(self.fc.device) else WithoutBfloat16():
+                part.step()
         self.fc.copy_(self.unit / self.sizes)
 
     def state_dict(self) -> list[dict[str, Any]]:

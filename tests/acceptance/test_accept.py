@@ -791,7 +791,7 @@ def test_lossless_law_of_the_first_two_tokens(
 )
 @pytest.mark.parametrize("drafted", [None, 24], ids=["all tokens", "a draft vocabulary"])
 def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | None) -> None:
-    """50,000 draws of a tiny Llama (vocabulary 64) through the engine, with a head that is often right, one
+    """20,000 draws of a tiny Llama (vocabulary 64) through the engine, with a head that is often right, one
     seed per row, and which drafts all tokens or the likeliest few. The distribution comes from the model's
     plain forward."""
     vocab, prompt = 64, [3, 9, 27]
@@ -813,8 +813,8 @@ def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | N
         head.restrict(rank_tokens(law.sum(0), drafted))
         assert law.sum(0)[head.draft_tokens].sum() < 0.95, "the rest must matter"
     engine = EagleFSD(TargetModel(model), head)
-    pairs, accepted, rows = [], 0, 12_500
-    for batch in range(4):
+    pairs, accepted, rows = [], 0, 10_000
+    for batch in range(2):
         out = engine.generate(
             torch.tensor([prompt]).expand(rows, -1),
             max_new_tokens=2,
@@ -828,7 +828,7 @@ def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | N
         )
         pairs.append(torch.tensor(out.new_tokens))
         accepted += sum(entry.exact_accepts for entry in out.stats)
-    assert accepted > 0.2 * 50_000
+    assert accepted > 0.2 * 20_000
     check_pairs(torch.cat(pairs), law)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_fsd.core.devices import forward_size, ran_out_of_memory, resolve_dtype
+from eagle_fsd.core.devices import forward_size, multiplies_bfloat16, ran_out_of_memory, resolve_dtype
 
 
 def test_a_gpu_reads_more_tokens_at_once_and_all_rows_share_them() -> None:
@@ -24,6 +24,16 @@ def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch: pytest.Monk
     found = [resolve_dtype(None, device) for device in (old, new, cpu)]
     assert found == [torch.float16, torch.bfloat16, torch.float32]
     assert resolve_dtype("bfloat16", old) == torch.bfloat16
+    assert (multiplies_bfloat16(old), multiplies_bfloat16(new)) == (False, True)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_processor_multiplies_bfloat16_where_onednn_does(
+    monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    assert multiplies_bfloat16(torch.device("cpu")) == fast
 
 
 @pytest.mark.parametrize(

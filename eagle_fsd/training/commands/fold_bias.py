@@ -23,7 +23,13 @@ from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.hub.head_digest import WEIGHTS, head_digests
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import require_held_out, split_held_out
-from eagle_fsd.training.cli import add_shards, check_shards, run_command
+from eagle_fsd.training.cli import (
+    add_extract_dtype,
+    add_shards,
+    check_shards,
+    run_command,
+    settle_dtypes,
+)
 from eagle_fsd.training.data.shards import StoredFeatures, shard_counts
 from eagle_fsd.training.folding import fold_bias, input_moments
 from eagle_fsd.training.held_out import evaluate, hold_out
@@ -40,12 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
     )
     add_shards(parser)
-    parser.add_argument(
-        "--extract-dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float32"),
-        help="the dtype that the shards were extracted in; default: %(default)s",
-    )
+    add_extract_dtype(parser, "the dtype that the shards were extracted in")
+    parser.set_defaults(cpu=True)  # where the head and the shards are
     parser.add_argument(
         "--steps",
         type=int,
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    settle_dtypes(args)
     require_integer("steps", args.steps, 2, "change --steps")
     if not args.shards:
         raise ValueError("no features: give --shards, folders of `eagle-fsd train features`")
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     require_held_out(sum(counts), args.held_out, counts[0])
     require_new_folder("--output", args.output)
     source = hub.resolve_target(args.base_model)
-    model, _ = hub.load_target(source, args.extract_dtype, "cpu")  # where the head and the shards are
+    model, _ = hub.load_target(source, args.extract_dtype, "cpu")
     target = TargetModel(model)
     found = hub.resolve_head(args.ea_model, source.name)
     head = hub.load_head(found, target.hidden_size, target.vocab_size)

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from eagle_fsd.training.cli import settle_dtypes
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.schedule import TrainConfig
 
@@ -49,7 +50,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_defaults(args: argparse.Namespace) -> None:
-    """Give the settings that were left open the values of EAGLE-3, or the usual ones."""
+    """Give the settings that were left open the values of EAGLE-3, or the usual ones, and the fast dtypes."""
+    settle_dtypes(args)
     for name, value in OF_EAGLE3.items():
         if getattr(args, name) is None:
             setattr(args, name, value if args.eagle3 else usual_settings()[name])
