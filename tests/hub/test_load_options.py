@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.hub.head_checkpoint import save_head
+from eagle_fsd.hub.loading import target as target_module
 from eagle_fsd.hub.loading.options import LoadOptions
 
 
@@ -53,3 +55,22 @@ def test_keywords_override_options_and_are_checked_by_name(tmp_path: Path) -> No
         EagleFSD.from_pretrained(*names[:1], ea_modell="none")
     with pytest.raises(ValueError, match=r"^options is a dict: it must be LoadOptions; give its entries as"):
         EagleFSD.from_pretrained(*names, {"dtype": "float64"})
+
+
+@pytest.mark.parametrize(
+    ("fast", "dtype", "warned"),
+    [(False, "bfloat16", True), (True, "bfloat16", False), (False, "float32", False)],
+)
+def test_a_dtype_that_is_emulated_is_warned_of(
+    fast: bool,
+    dtype: str,
+    warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(target_module, "multiplies_bfloat16", lambda device: fast)
+    tiny_model().save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
+        EagleFSD.from_pretrained(tmp_path, "none", dtype=dtype)
+    assert ("dtype is bfloat16, which this device emulates" in caplog.text) == warned

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.devices import multiplies_bfloat16
 from eagle_fsd.hub.choose_runtime import AUTO, TORCH, Plan, settle
 from eagle_fsd.hub.kept.second_start import SecondStart
 from eagle_fsd.hub.loading.options import LoadOptions
@@ -51,6 +52,11 @@ def load_planned(
     else:
         target = runtimes.on_torch() if plan.runtime == TORCH else runtimes.on_openvino()
     if target.runtime is None:
+        if target.dtype == torch.bfloat16 and not multiplies_bfloat16(target.device):
+            logger.warning(
+                "dtype is bfloat16, which this device emulates: it takes many times as long as other dtypes; "
+                "leave it out"
+            )
         return target, tokenizer
     log_sizes()
     if options.attn_implementation is not None:
