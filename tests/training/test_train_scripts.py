@@ -559,6 +559,24 @@ def test_dtypes_that_nobody_asked_for_are_fast(monkeypatch: pytest.MonkeyPatch, 
     assert args.extract_dtype == usual[0]
 
 
+def test_a_run_goes_on_in_its_dtype_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    monkeypatch.setattr(cli, "multiplies_bfloat16", lambda device: True)
+    first = train("run")
+    monkeypatch.setattr(cli, "multiplies_bfloat16", lambda device: False)
+    with pytest.raises(SystemExit, match=r"bfloat16 was True, now False.*or give --float32 or --no-float32"):
+        train("run")
+    with pytest.raises(
+        SystemExit, match=r"target\.dtype was bfloat16, now .*their dtype with --extract-dtype"
+    ):
+        train("run", "--no-float32")
+    with pytest.raises(SystemExit, match=r"another target .*; extract .*, or name .* --extract-dtype$"):
+        train("other", data="--shards {}/run/features/rows")
+    assert train("run", "--extract-dtype bfloat16 --no-float32") == first
+
+
 @pytest.mark.slow  # the README's own commands do so in tests/test_readme.py
 @pytest.mark.real
 def test_the_commands_train_and_export_a_head(tmp_path: Path) -> None:

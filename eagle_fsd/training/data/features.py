@@ -165,9 +165,10 @@ def require_own_folder(
     orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
     if (folder / MANIFEST).is_file():
         if changed := differences(read_manifest(folder), manifest):
+            dtype = ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
             raise ValueError(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
-                "remove the folder or name another"
+                f"remove the folder or name another{dtype}"
             )
     elif orphans:
         raise ValueError(

@@ -122,8 +122,9 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
         {name: value for name, value in made.items() if name in target} if isinstance(made, dict) else made
     )
     if changed := differences({"target": known}, {"target": target}):
+        dtype = ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
         raise ValueError(
-            f"features in {folder} belong to another target ({changed}); extract them with this one"
+            f"features in {folder} belong to another target ({changed}); extract them with this one{dtype}"
         )
     if taps and (held := manifest.get("taps")) != list(taps):
         raise ValueError(

@@ -145,7 +145,8 @@ def stored_run(folder: Path) -> dict[str, Any] | None:
 def refuse_other_run(path: Path, stored: dict[str, Any], run: dict[str, Any]) -> None:
     """Raise ValueError if a checkpoint's run differs in what a resumed run may not change."""
     if changed := differences(fixed_part(stored), fixed_part(run)):
-        raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
+        dtype = ", or give --float32 or --no-float32 as it was" if "config.bfloat16" in changed else ""
+        raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it{dtype}")
 
 
 def fixed_part(run: dict[str, Any]) -> dict[str, Any]:
