@@ -30,13 +30,13 @@ LEAST_TAU = {  # over all prompts of the sets
 }
 
 
-ALONE: dict[tuple[int, ...], list[list[int]]] = {}  # what the target writes alone, by sizes; made once
+ALONE: dict[tuple[tuple[str, ...], int], list[list[int]]] = {}  # what the target writes alone
 
 
 def check(engine: EagleFSD, texts: list[str], tree: TreeConfig, batch_size: int, new_tokens: int) -> float:
     """Compare with the target alone, prompt by prompt; returns tau."""
     prompts = [encode(engine.tokenizer, text)[0].tolist() for text in texts]
-    if (key := (len(prompts), new_tokens)) not in ALONE:
+    if (key := (tuple(texts), new_tokens)) not in ALONE:
         ALONE[key] = reference(engine, prompts, new_tokens)
     expected = ALONE[key]
     differences, stats = compare(engine, prompts, expected, tree, batch_size, new_tokens)

@@ -100,7 +100,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Return whether products in bfloat16 are fast here.
 
     Where they are not, they are emulated and take many times as long as in float32: on GPUs older than
-    NVIDIA's Ampere and on processors without AVX-512, as most laptops have.
+    NVIDIA's Ampere and on processors without AVX-512, as in most laptops.
     """
     if device.type == "cpu":
         return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -6,7 +6,6 @@ EAGLE_FSD_HISTORY=7 runs the history of seed 7 alone, with -m "slow or not slow"
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from support.random_calls import (
     interrupting,
     padded,
     random_call,
+    seeds,
 )
 from support.tiny_models import FAMILIES, attention_of, tiny_model
 
@@ -46,14 +46,7 @@ from eagle_fsd.target.session import TargetSession
 
 POSITIONS = 512
 CONVERTED = ("llama", "gemma3", "gemma2", "qwen2-window", "gpt2", "granite")
-ASKED = os.environ.get("EAGLE_FSD_HISTORY")
-
-
-def histories(few: int, many: int) -> list[Any]:
-    """Return the seeds to run: a few in every run, and many in the slow ones."""
-    if ASKED:
-        return [int(ASKED)]
-    return [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= few)) for seed in range(many)]
+ASKED = "EAGLE_FSD_HISTORY"
 
 
 @pytest.fixture(autouse=True)
@@ -233,13 +226,13 @@ def run_history(seed: int, runtime: str, operations: int, monkeypatch: pytest.Mo
     assert caches() <= before, f"EAGLE_FSD_HISTORY={seed} on {runtime} leaves caches behind"
 
 
-@pytest.mark.parametrize("seed", histories(3, 60))
+@pytest.mark.parametrize("seed", seeds(ASKED, 3, 60))
 def test_texts_do_not_depend_on_what_was_before(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_history(seed, "torch", 8, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="the extra openvino is not installed")
-@pytest.mark.parametrize("seed", histories(0, 12))
+@pytest.mark.parametrize("seed", seeds(ASKED, 0, 12))
 def test_texts_of_graphs_do_not_depend_on_what_was_before(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_history(seed, "openvino", 10, monkeypatch)

@@ -6,7 +6,6 @@ EAGLE_FSD_REQUESTS=7 runs seed 7 alone, with -m "slow or not slow".
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +19,14 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 
 import httpx
 import torch
+from support.random_calls import seeds
 from support.serving import running, settings, until
-from support.tiny_engine import NAME, TREE, near_model
-from support.tiny_models import VOCAB, tiny_model
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_engine import TREE, new_engine
+from support.tiny_models import VOCAB
 
-from eagle_fsd import EagleFSD
 from eagle_fsd.acceptance.rule_names import parse_rule
-from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.serving.choices import PENALTIES, Defaults, Limits
 from eagle_fsd.serving.work import worker
-from eagle_fsd.target.model import TargetModel
 
 CLIENTS, REQUESTS = 6, 30
 RULES = (
@@ -41,18 +37,6 @@ RULES = (
     "tv:inf",
     "js:inf:swap:price=0.3",
 )
-ASKED = os.environ.get("EAGLE_FSD_REQUESTS")
-SEEDS = (
-    [int(ASKED)]
-    if ASKED
-    else [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in range(20)]
-)
-
-
-def engine() -> EagleFSD:
-    target = TargetModel(tiny_model())
-    drafter = DraftModelSpec.for_target(TargetModel(near_model()), target)
-    return EagleFSD(target, drafter, tiny_tokenizer(), base_model=NAME)
 
 
 @dataclass
@@ -103,15 +87,18 @@ def draw_request(draw: random.Random) -> dict[str, Any]:
     return body | {name: some[name] for name in draw.sample(sorted(some), draw.choice([0, 1, 2, 4]))}
 
 
+def prompts_of(body: dict[str, Any]) -> list[list[int]]:
+    return body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+
+
 class Twin:
     """Says what a request must be answered with: each text alone."""
 
     def __init__(self) -> None:
-        self.model, self.tokenizer = engine(), tiny_tokenizer()
+        self.model = new_engine()
 
     def answer(self, body: dict[str, Any]) -> list[Told]:
-        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
-        each = [prompt for prompt in prompts for _ in range(body["n"])]
+        each = [prompt for prompt in prompts_of(body) for _ in range(body["n"])]
         return [self.text(body, prompt, place) for place, prompt in enumerate(each)]
 
     def text(self, body: dict[str, Any], prompt: Sequence[int], place: int) -> Told:
@@ -143,7 +130,9 @@ class Twin:
         return Told(text, str(reason), taken, logprobs)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.model.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
@@ -185,12 +174,11 @@ def require_answer(body: dict[str, Any], wanted: Sequence[Told], url: str) -> No
         assert tops == [body["logprobs"]] * told.tokens
         places = [place for table in tables for place in table["text_offset"]]
         assert places == sorted(places) and len(places) == told.tokens
-    prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
     assert usage["completion_tokens"] == sum(told.tokens for told in wanted)
-    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert usage["prompt_tokens"] == sum(map(len, prompts_of(body)))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds("EAGLE_FSD_REQUESTS", 2, 20))
 def test_answers_are_those_of_their_texts_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, twin = random.Random(seed), Twin()
     bodies = [draw_request(draw) for _ in range(REQUESTS)]
@@ -203,7 +191,6 @@ def test_answers_are_those_of_their_texts_alone(seed: int, monkeypatch: pytest.M
         prefix_tokens=draw.choice([0, 300]),
     )
     configured = settings(limits=limits, defaults=Defaults(max_new_tokens=40))
-    with running(configured, engine()) as (url, service), ThreadPoolExecutor(CLIENTS) as pool:
-        for done in pool.map(lambda pair: require_answer(*pair, url), zip(bodies, wanted, strict=True)):
-            assert done is None
+    with running(configured, new_engine()) as (url, service), ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(lambda body, told: require_answer(body, told, url), bodies, wanted))
         until(lambda: service.worker.running == service.worker.waiting == 0)

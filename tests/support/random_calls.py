@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,13 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     ids = [[0] * (widest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (widest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids), torch.tensor(mask)
+
+
+def seeds(variable: str, few: int, many: int) -> list[Any]:
+    """Return the seeds to run: a few in every run, many in slow ones, or the one that a variable names."""
+    if asked := os.environ.get(variable):
+        return [int(asked)]
+    return [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= few)) for seed in range(many)]
 
 
 class Interrupted(Exception):

@@ -44,13 +44,15 @@ def save_near_models(folder: Path, **overrides: object) -> list[str]:
     return ["--base-model", f"{folder}/target", "--draft-model", f"{folder}/draft"]
 
 
-@cache
-def tiny_engine() -> EagleFSD:
+def new_engine() -> EagleFSD:
     """Return an engine whose drafter is the target with some noise, so that tokens come in all ways."""
     near = near_model()
     target = TargetModel(tiny_model())
     drafter = DraftModelSpec.for_target(TargetModel(near), target)
     return EagleFSD(target, drafter, tiny_tokenizer(), base_model=NAME)
+
+
+tiny_engine = cache(new_engine)  # one for all tests
 
 
 def chat_ids(messages: Sequence[dict[str, str]] = CHAT) -> list[int]:

@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, help="torch's threads; 0: torch's own number")
     add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
     add_settings(parser)
-    add("--float32", action=argparse.BooleanOptionalAction, help="no bfloat16 (default: where that is slow)")
+    add("--float32", action=argparse.BooleanOptionalAction, help="not in bfloat16 (default: if that is slow)")
     return parser
 
 

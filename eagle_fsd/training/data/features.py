@@ -19,7 +19,14 @@ from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.target.taps import TappedDecoder, plain_tapped_decoder
 from eagle_fsd.training.data.examples import Example, batches_by_length
-from eagle_fsd.training.data.shards import MANIFEST, FeatureSequence, read_manifest, shard_path, write_shard
+from eagle_fsd.training.data.shards import (
+    MANIFEST,
+    FeatureSequence,
+    dtype_remedy,
+    read_manifest,
+    shard_path,
+    write_shard,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +172,9 @@ def require_own_folder(
     orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
     if (folder / MANIFEST).is_file():
         if changed := differences(read_manifest(folder), manifest):
-            dtype = ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
             raise ValueError(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
-                f"remove the folder or name another{dtype}"
+                f"remove the folder or name another{dtype_remedy(changed)}"
             )
     elif orphans:
         raise ValueError(

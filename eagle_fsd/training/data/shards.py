@@ -111,6 +111,11 @@ class StoredFeatures:
         ]
 
 
+def dtype_remedy(changed: str) -> str:
+    """Return what else helps where what has changed of the target is its dtype."""
+    return ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
+
+
 def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int] = ()) -> list[Path]:
     """Return a folder's shards. Raises ValueError if some are missing, of another target or other taps."""
     paths = sorted(folder.glob("shard_*.safetensors"))
@@ -122,9 +127,9 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
         {name: value for name, value in made.items() if name in target} if isinstance(made, dict) else made
     )
     if changed := differences({"target": known}, {"target": target}):
-        dtype = ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
         raise ValueError(
-            f"features in {folder} belong to another target ({changed}); extract them with this one{dtype}"
+            f"features in {folder} belong to another target ({changed}); extract them with this one"
+            f"{dtype_remedy(changed)}"
         )
     if taps and (held := manifest.get("taps")) != list(taps):
         raise ValueError(
