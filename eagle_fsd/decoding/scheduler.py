@@ -28,8 +28,8 @@ from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, count
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.steps.trees import StepTrees
-from eagle_fsd.decoding.workspace import Workspace, make_workspace
-from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, NoDrafter, Resumable
+from eagle_fsd.decoding.workspace import Workspace, Workspaces
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, Resumable
 from eagle_fsd.runtime.kv_cache import SavedRow
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -73,9 +73,8 @@ class Scheduler:
             require_integer("slice_tokens", slice_tokens, 1, f"{SLICE} suits a CPU, None reads whole prompts")
         self.target, self.tree, self.rows, self.group = target, tree, rows, min(group, rows)
         self.slice_tokens = 2**31 if slice_tokens is None else slice_tokens
-        self.drafter: DrafterSpec = NoDrafter(target.vocab_size)
-        if drafter is not None and tree.total_tokens > 1:
-            self.drafter = drafter
+        self._workspaces = Workspaces(target, 0, AcceptStep(target.stepper))
+        self.drafter = self._workspaces.spec_for(tree, drafter)
         self.watch, self.observer = watch or Stopwatch(), observer
         self.trees = StepTrees(tree, crowded)
         self.waiting: deque[Text] = deque()
@@ -87,7 +86,6 @@ class Scheduler:
         self.prefixes = PrefixCache(prefix_tokens)
         self._unkept: set[Text] = set()  # texts in the batch that have not been offered to the prefix cache
         self._needs = Needs()  # the drafter's, once one is made
-        self._accept_step = AcceptStep(target.stepper)
 
     def admit(self, text: Text) -> None:
         """Add a text to those that wait for a place.
@@ -235,7 +233,7 @@ class Scheduler:
     def _make_workspace(self, texts: Sequence[Text], rows: int, tokens: int) -> Workspace:
         """Return a workspace of `rows` rows with memory for `tokens` tokens each; it can grow later."""
         most = max(map(longest, texts))
-        made = make_workspace(self.target, self.drafter, rows, tokens, most, self.tree, self._accept_step)
+        made = self._workspaces.take(rows, tokens, most, self.tree, self.drafter)
         self._needs = made.drafter.needs
         return made
 
@@ -273,7 +271,10 @@ class Scheduler:
                 tokens = [*text.prompt, *text.new_tokens][:shown]
                 self._keep(tokens, self.batch.target, self.batch.drafter, row)
         if not self.batch.active:
-            self.batch = None  # frees its memory
+            if self.budget.limit is None:  # a lone text's memory is for the next one, with what was recorded
+                parts = (self.batch.target, self.batch.drafter, self.batch.accept_step)
+                self._workspaces.give_back(Workspace(*parts, 1, self.drafter))
+            self.batch = None  # frees its memory otherwise
         elif not (self.waiting or self.reading):
             # A graph is compiled for each number of rows, and others are about to take these places.
             self.batch.drop_done_rows(few_sizes=self.target.graphs is not None)

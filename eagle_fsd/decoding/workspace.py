@@ -69,10 +69,16 @@ def make_workspace(
 
 
 class Workspaces:
-    """Workspaces on one target. If steps are recorded, the last one is kept for the next batch that fits."""
+    """Workspaces on one target. If steps are recorded, the last one is kept for the next batch that fits.
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
+    least: the fewest slots that a kept one has; None: LEAST. accept_step: shared by all; None: each has its
+    own.
+    """
+
+    def __init__(
+        self, target: TargetModel, least: int | None = None, accept_step: AcceptStep | None = None
+    ) -> None:
+        self.target, self.least, self.accept_step = target, least, accept_step
         self.plain = NoDrafter(target.vocab_size)
         self.spare: Workspace | None = None
         self.cache_bytes = 0  # that keys and values of the last batch took, the drafter's not among them
@@ -89,6 +95,9 @@ class Workspaces:
         batch, tree = len(request.lengths), request.tree
         random = RowRandom(seed, batch, self.target.device)  # first: it checks the seed
         workspace = self.take(batch, max(request.lengths), request.longest_text, tree, drafter)
+        self.target.expect(batch, tree.total_tokens)
+        if workspace.spec.rests:
+            self.target.expect(batch, 1)
         stats, watch = [GenerationStats() for _ in request.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self.decode(workspace, request, random, stats, watch, texts)
@@ -102,17 +111,19 @@ class Workspaces:
         prompt: the most tokens of a prompt. longest: the most tokens that a text may have. drafter: drafts
         the trees, unless they have one node.
         """
-        spec = self.plain if tree.total_tokens == 1 or drafter is None else drafter
-        workspace = self._swap_spare(None)
-        if workspace is None or workspace.batch != batch or workspace.spec != spec:
-            least = LEAST if self.target.stepper.view else 0
-            workspace = make_workspace(self.target, spec, batch, prompt, longest, tree, least=least)
-        else:
-            workspace.reset(longest, tree)
-        self.target.expect(batch, tree.total_tokens)
-        if spec.rests:
-            self.target.expect(batch, 1)
-        return workspace
+        spec = self.spec_for(tree, drafter)
+        spare = self._swap_spare(None)
+        if spare is not None and spare.batch == batch and spare.spec == spec:
+            spare.reset(longest, tree)
+            return spare
+        del spare  # frees its memory before more is taken
+        least = (LEAST if self.least is None else self.least) if self.target.stepper.view else 0
+        sizes = (batch, prompt, longest, tree)
+        return make_workspace(self.target, spec, *sizes, self.accept_step, least)
+
+    def spec_for(self, tree: TreeConfig, drafter: DrafterSpec | None) -> DrafterSpec:
+        """Return what drafts these trees: nothing, if they have one node or `drafter` is None."""
+        return self.plain if tree.total_tokens == 1 or drafter is None else drafter
 
     def decode(
         self,

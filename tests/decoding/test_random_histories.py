@@ -1,6 +1,7 @@
 """Random histories of one engine: every text is the plain twin's, or that of a fresh engine alone.
 
-EAGLE_FSD_HISTORY=7 runs the history of seed 7 alone, with -m "slow or not slow" also on OpenVINO.
+EAGLE_FSD_HISTORY=7 runs the history of seed 7 alone, with -m "slow or not slow" also on OpenVINO. Where steps
+are recorded, `OpRecorder` plays the part of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.op_recorder import OpRecorder, as_on_an_accelerator
 from support.plain_texts import PlainTexts, require_equal
 from support.random_calls import (
     DRAFTERS,
@@ -41,6 +43,7 @@ from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.library import is_installed
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -83,7 +86,8 @@ class Walk:
         if family in ("gemma2", "gemma3"):  # a cap that many logits reach makes ties, which rounding decides
             sizes["final_logit_softcapping"] = 20.0
         self.model = tiny_model(family, attention_of(family), vocab_size=VOCAB_SIZE, **sizes)
-        self.target, self.plain = TargetModel(self.model, runtime=graphs), PlainTexts(self.model)
+        stepper = Graphs(OpRecorder()) if self.runtime == "recorded" else EAGER
+        self.target, self.plain = TargetModel(self.model, stepper, graphs), PlainTexts(self.model)
         self.drafter, self.lookup = draw.choice(sorted(DRAFTERS)), draw.random() < 0.5
         few = draw.sample(TREES, 2) if graphs else TREES  # a graph is compiled for each size
         self.trees = TREES[:1] if self.drafter == "none" else few
@@ -208,6 +212,8 @@ def caches() -> int:
 
 def run_history(seed: int, runtime: str, operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(f"{seed}/{runtime}")
+    if runtime == "recorded":
+        as_on_an_accelerator(monkeypatch, draw.choice([16, 64, 256]))
     for owner, name, values in SIZES:
         monkeypatch.setattr(owner, name, draw.choice(values))
     walk, before = Walk(draw, runtime), caches()
@@ -221,14 +227,23 @@ def run_history(seed: int, runtime: str, operations: int, monkeypatch: pytest.Mo
     except Exception as error:
         where = f"{walk.model.config.model_type}, {walk.drafter}, lookup {walk.lookup}: {', '.join(done)}"
         raise AssertionError(f"EAGLE_FSD_HISTORY={seed} on {runtime}, {where}: {error}") from error
+    assert runtime != "recorded" or walk.target.stepper.records, "recording was given up"
     walk.texts.clear()
     walk.engine.free_memory()
+    del walk.scheduler  # it may keep a lone text's
     assert caches() <= before, f"EAGLE_FSD_HISTORY={seed} on {runtime} leaves caches behind"
 
 
 @pytest.mark.parametrize("seed", seeds(ASKED, 3, 60))
 def test_texts_do_not_depend_on_what_was_before(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_history(seed, "torch", 8, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", seeds(ASKED, 1, 40))
+def test_texts_of_recorded_steps_do_not_depend_on_what_was_before(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_history(seed, "recorded", 8, monkeypatch)
 
 
 @pytest.mark.slow

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.op_recorder import OpRecorder
+from support.op_recorder import OpRecorder, as_on_an_accelerator
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical
-from eagle_fsd.acceptance import accept_step
 from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.core import sampling, tree
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
-from eagle_fsd.drafting import tree_growth
-from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -143,9 +139,7 @@ def test_equal_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kinds", [KINDS, ALIKE], ids=["different", "alike"])
 def test_recorded_steps_give_the_same_texts(kinds: list[Kind], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, tree_growth, sampling, tree, accept_step):  # as on an accelerator
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
-    monkeypatch.setattr(Graphs, "view", 16)
+    as_on_an_accelerator(monkeypatch)
     recorder, plain = OpRecorder(), engine()
     model = engine(recorder)
     scheduler = Scheduler(model.target, model.drafter, TREE, 2)
@@ -154,6 +148,31 @@ def test_recorded_steps_give_the_same_texts(kinds: list[Kind], monkeypatch: pyte
         scheduler.admit(one)
     assert collect(scheduler) == {one.number: alone(plain, one, TREE) for one in texts}
     assert recorder.replays > 10
+
+
+@pytest.mark.parametrize("size", [TREE, TreeConfig(1)], ids=["drafted", "plain"])
+@pytest.mark.parametrize("cache_tokens", [None, 4096])
+def test_a_lone_text_takes_the_memory_and_the_recordings_of_the_one_before(
+    cache_tokens: int | None, size: TreeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after several at once. With a limit on the caches it gives them back, and is recorded anew."""
+    as_on_an_accelerator(monkeypatch, view=256)
+    recorder, plain = OpRecorder(), engine()
+    model = engine(recorder)
+    scheduler = Scheduler(model.target, model.drafter, size, 2, cache_tokens=cache_tokens)
+    counts = []
+    for number, prompt in enumerate([*prompts()[:4], None, *prompts()[4:7]]):
+        asked = prompts()[:2] if prompt is None else [prompt]
+        texts = [text(number, one, 10, kinds=KINDS[:1]) for one in asked]
+        for one in texts:
+            scheduler.admit(one)
+        before = recorder.recordings
+        collect(scheduler)
+        counts.append(recorder.recordings - before)
+        assert [one.new_tokens for one in texts] == [alone(plain, one, size) for one in texts]
+    assert counts[0] > 0 and counts[5] > 0, "the first, and the first after several"
+    kept = cache_tokens is None
+    assert all((count == 0) == kept for count in (*counts[1:4], *counts[6:])), counts
 
 
 @pytest.mark.parametrize("length", [0, 256])

@@ -8,18 +8,14 @@ import time
 import pytest
 import torch
 from support.drafters import StandInSpec
-from support.op_recorder import OpRecorder
+from support.op_recorder import OpRecorder, as_on_an_accelerator
 from support.tiny_models import VOCAB, KnowingDrafter, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd.acceptance import accept_step
-from eagle_fsd.core import sampling, tree
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.workspace import AHEAD, LEAST, Workspace, Workspaces
-from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
-from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 
@@ -35,10 +31,8 @@ def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
 
 
 @pytest.fixture
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
-    monkeypatch.setattr(Graphs, "view", 16)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_an_accelerator(monkeypatch)
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def test_texts_in_caches_that_grow_are_the_texts_in_large_ones(
     recorded: bool, used: list[Workspace], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if recorded:
-        request.getfixturevalue("as_on_an_accelerator")
+        request.getfixturevalue("accelerator")
     ids, mask = pad_left(prompts_of([5, 19, 11]), 0)
     options = {"max_new_tokens": 90, "tree": TREE, "temperature": 0.8, "seed": 0}
     large = engine().generate(ids, mask, **options)
@@ -164,7 +158,7 @@ def test_a_workspace_is_kept_only_where_steps_are_recorded_and_used_only_where_i
     assert take(spaces, 2, drafts=False) is not one
 
 
-@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.usefixtures("accelerator")
 def test_a_workspace_is_used_again_after_rows_have_left_it() -> None:
     """But not while it is in use, nor when it grew for fewer rows than it was made for."""
     model, plain = engine(OpRecorder()), engine()
@@ -190,7 +184,7 @@ def test_a_workspace_is_used_again_after_rows_have_left_it() -> None:
     assert text([5], max_new_tokens=8, tree=TreeConfig(1)) == [words]
 
 
-@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.usefixtures("accelerator")
 def test_a_workspace_that_grew_for_some_of_its_rows_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "AHEAD", 4)
     monkeypatch.setattr(workspace, "LEAST", 16)

@@ -16,16 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.op_recorder import as_on_an_accelerator
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.acceptance import accept_step
-from eagle_fsd.core import sampling, tree
-from eagle_fsd.drafting import tree_growth
-from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
-from eagle_fsd.runtime.step_recorder import EAGER, Graphs, NothingRecorded
+from eagle_fsd.runtime.step_recorder import EAGER, VIEW, Graphs, NothingRecorded
 from eagle_fsd.target.model import TargetModel
 
 DEVICE = torch.device("cuda", 1)
@@ -234,9 +231,8 @@ def test_an_empty_capture_is_refused_and_says_nothing() -> None:
 
 
 @pytest.fixture
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_an_accelerator(monkeypatch, VIEW)
 
 
 def launching(cuda: Cuda, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -250,7 +246,7 @@ def launching(cuda: Cuda, forward: Callable[..., Tensor]) -> Callable[..., Tenso
 TREE = TreeConfig(8, 3, 3)
 
 
-@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.usefixtures("accelerator")
 def test_a_model_that_waits_gives_the_same_text_after_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

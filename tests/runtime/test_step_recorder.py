@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_flash import plain_prefix
-from support.op_recorder import OpRecorder
+from support.op_recorder import OpRecorder, as_on_an_accelerator
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
@@ -27,12 +27,11 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import is_immutable
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.autotune.step_costs import star_tree
-from eagle_fsd.core import sampling, tree
+from eagle_fsd.core import tree
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.decoding import workspace
-from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -56,11 +55,8 @@ RULES = [
 
 
 @pytest.fixture(autouse=True)
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
-    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
-    monkeypatch.setattr(Graphs, "view", 16)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_an_accelerator(monkeypatch)
 
 
 def engine(
@@ -142,8 +138,7 @@ def test_a_tree_as_deep_as_the_draft_is_sure_gives_the_text_that_it_gives_unreco
     recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
-    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: reads)
+    as_on_an_accelerator(monkeypatch, reads=reads)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
         unrecorded = engine(None)
         if reads:  # as OpenVINO does

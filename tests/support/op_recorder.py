@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from eagle_fsd.runtime.step_recorder import NothingRecorded, leaves
+from eagle_fsd.core import devices
+from eagle_fsd.runtime.step_recorder import Graphs, NothingRecorded, leaves
 
 ASKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "cpu"}
 # For these operations the host must know the shape or value of the result, so it would wait for the device.
@@ -119,6 +122,18 @@ class OpRecorder:
             tape.replay()
 
         return replay, result
+
+
+def as_on_an_accelerator(patch: pytest.MonkeyPatch, view: int = 16, reads: bool = False) -> None:
+    """Choose no way by what a tensor holds, unless the host reads it.
+
+    view: so narrow that it changes within a text.
+    """
+    reading = [module for name, module in list(sys.modules.items()) if name.startswith("eagle_fsd.")]
+    for module in reading:
+        if module is not devices and hasattr(module, "host_can_read"):
+            patch.setattr(module, "host_can_read", lambda tensor: reads)
+    patch.setattr(Graphs, "view", view)
 
 
 def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
