@@ -226,7 +226,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train from the folder's checkpoint to the end of the schedule, and return the last evaluation.
 
-        SIGTERM and Ctrl-C end the run early and set `stop`.
+        SIGTERM, Ctrl-C and a terminal that closes end the run early and set `stop`.
         """
         self.resume()
         main = self.accelerator.is_main_process

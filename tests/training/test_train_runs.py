@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -133,6 +134,26 @@ def test_a_run_killed_and_terminated_has_the_losses_of_one_that_was_not(toy: Pat
     assert losses(output) == losses(whole)
     heads = [read_checkpoint(folder / BEST)["head"] for folder in (output, whole)]
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[1])
+
+
+def test_a_run_whose_terminal_is_closed_ends_with_a_checkpoint(toy: Path) -> None:
+    pty, output = pytest.importorskip("pty"), toy / "closed"
+    ours, its = pty.openpty()
+    leads = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # so that it is told
+    runs = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{leads}; {runs}", *command(toy, output)],
+        cwd=ROOT, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True,
+    )  # fmt: skip
+    os.close(its)
+    said = b""
+    while not (output / LOG).is_file() or steps_of(output) < 12:
+        said += os.read(ours, 4096) if select.select([ours], [], [], 0.05)[0] else b""
+        assert process.poll() is None, said
+    os.close(ours)
+    assert process.wait(60) == 128 + signal.SIGHUP, said
+    stopped_at = read_checkpoint(output / CHECKPOINT)["step"]
+    assert stopped_at == steps_of(output) >= 12
 
 
 def test_two_processes_share_what_one_accumulates(toy: Path) -> None:

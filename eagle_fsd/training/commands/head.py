@@ -6,8 +6,8 @@
 
 Rows: {"conversations": [{"role", "content"}, ...]}, the same as "messages" or in ShareGPT's {"from",
 "value"}, or {"prompt", "completion"}. The target computes their features once, and they are kept under
---features for later runs; with --online they are computed batch by batch and not kept. Ctrl-C or SIGTERM
-stops a run, and the same command continues it. OUTPUT/curves.png shows its curves.
+--features for later runs; with --online they are computed batch by batch and not kept. Ctrl-C, SIGTERM
+or the end of the terminal stops a run, and the same command continues it. OUTPUT/curves.png shows its curves.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
+
 
 class Stoppable(Protocol):
     """A run that can be asked to stop."""
@@ -27,7 +29,7 @@ class Stoppable(Protocol):
 
 @contextmanager
 def stop_on_signals(run: Stoppable) -> Iterator[None]:
-    """On SIGTERM or Ctrl-C, let the run finish its step, write its checkpoint and end.
+    """On SIGTERM, on Ctrl-C or when the terminal is closed, let the run finish its step, save it and end.
 
     A second signal has its usual effect again.
     """
@@ -39,6 +41,8 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
             signal.signal(signal_number, handler)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:  # as nohup leaves it
+        before[HANGUP] = signal.getsignal(HANGUP)
     for number in before:
         signal.signal(number, request_stop)
     try:
