@@ -44,6 +44,9 @@ CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.js
 # A plain file name, which cannot reach another folder on any system.
 PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
 OFFLINE = "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
+UNREACHABLE = (
+    "is not whole in the cache and the Hub cannot be reached: it needs one; connect, or give a folder"
+)
 # The client's own transport errors (httpx, whichever major version it uses) share this base.
 DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
 
@@ -58,7 +61,7 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
     whole = [SAFETENSORS_NAME, SAFETENSORS_INDEX] if weights else []
     folder = snapshot(repo, revision, [*small, *whole], "target")
     if not (folder / CONFIG_NAME).is_file():
-        require_hub("target", repo)
+        require_hub("target", repo, folder)
         raise ValueError(
             f"target {repo!r} has no {CONFIG_NAME} on the Hub: transformers needs it; choose another"
         )
@@ -72,7 +75,7 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
         shards = shard_names(folder)
         snapshot(repo, commit, [CONFIG_NAME, *shards], "target")
         if not shards or not all((folder / name).is_file() for name in shards):
-            require_hub("target", repo)
+            require_hub("target", repo, folder)
     return folder
 
 
@@ -83,7 +86,7 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     """
     folder = snapshot(repo, revision, [CONFIG_NAME], "draft head")
     if not (folder / CONFIG_NAME).is_file():
-        require_hub("draft head", repo)
+        require_hub("draft head", repo, folder)
         raise ValueError(
             f"draft head {name!r} has no {CONFIG_NAME} on the Hub: it must have one; choose another"
         )
@@ -96,7 +99,7 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     if not (folder / SAFETENSORS_NAME).is_file():
         snapshot(repo, folder.name, [CONFIG_NAME, BIN_NAME], "draft head")
         if not (folder / BIN_NAME).is_file():
-            require_hub("draft head", repo)
+            require_hub("draft head", repo, folder)
     found = find_head_file(folder, name)
     try:  # a recent client knows the commit's files by now, and asks nobody where there is no calibration
         snapshot(repo, folder.name, [CONFIG_NAME, CALIBRATION], "draft head")
@@ -105,10 +108,14 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     return folder, found
 
 
-def require_hub(kind: str, repo: str) -> None:
-    """Raise ValueError if the Hub is not asked: then a file that is missing may well be there."""
+def require_hub(kind: str, repo: str, folder: Path) -> None:
+    """Raise ValueError if the Hub does not answer: then what a folder lacks may well be there."""
     if constants.HF_HUB_OFFLINE:
         raise ValueError(f"{kind} {repo!r} {OFFLINE}")
+    try:  # what is in the cache was taken if it did not
+        huggingface_hub.HfApi().repo_info(repo, revision=folder.name)
+    except DOWNLOAD_ERRORS as error:
+        raise ValueError(f"{kind} {repo!r} {UNREACHABLE}") from error
 
 
 def has_whole_weights(folder: Path) -> bool:
@@ -184,11 +191,7 @@ def explain_failure(error: Exception, revision: str | None) -> str:
     if isinstance(error, errors.HFValidationError):
         return "is not a Hub id: it must be owner/name[@revision]; check its spelling"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        if constants.HF_HUB_OFFLINE:
-            return OFFLINE
-        return (
-            "is not whole in the cache and the Hub cannot be reached: it needs one; connect, or give a folder"
-        )
+        return OFFLINE if constants.HF_HUB_OFFLINE else UNREACHABLE
     return (
         f"could not be fetched from the Hub ({one_line(error, 160)}): it must be; try again, or give a folder"
     )

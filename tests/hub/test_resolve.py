@@ -1011,10 +1011,17 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_the_rest(
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "a shard"])
 @pytest.mark.parametrize("kind", ["target", "head"])
-def test_offline_half_a_download_is_said_to_be_one(
-    kind: str, lost: str, tiny: Path, head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_the_hub_half_a_download_is_said_to_be_one(
+    kind: str,
+    lost: str,
+    tiny: Path,
+    head_folder: Path,
+    tmp_path: Path,
+    client: FakeHub,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file that is missing may be on the Hub: caches of older clients do not list what is there."""
+    client.failing = True
     files, commit = contents(tiny if kind == "target" else head_folder), "a" * 40
     if lost == "a shard":
         index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
@@ -1027,8 +1034,9 @@ def test_offline_half_a_download_is_said_to_be_one(
     for name, data in files.items():
         (repository / "snapshots" / commit / name).write_bytes(data)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     read = hub.resolve_target if kind == "target" else partial(hub.resolve_head, base_model="any")
+    one_line_error(lambda: read("owner/half"), "owner/half", "not whole in the cache", "cannot be reached")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     one_line_error(lambda: read("owner/half"), "owner/half", "not whole in the cache", "HF_HUB_OFFLINE")
 
 
