@@ -125,9 +125,9 @@ class EagleFSD:
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills short rows: the tokenizer's pad token, else the first end token, else 0."""
-        known = getattr(self.tokenizer, "pad_token_id", None)
-        return known if known is not None else next(iter(self.target.eos_token_ids), 0)
+        """The token that fills short rows: a pad token, tokenizer's or model's, else an end token, else 0."""
+        pads = (getattr(self.tokenizer, "pad_token_id", None), self.target.pad_token_id)
+        return next(one for one in (*pads, *self.target.eos_token_ids, 0) if one is not None)
 
     @overload
     def generate(

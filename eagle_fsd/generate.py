@@ -227,7 +227,9 @@ def run(args: Namespace, out: TextIO) -> int:
             )
         model = load_model(args)
         encoded = encode_prompts(model, prompts, args)
-        options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
+        options = with_bad_words(options, args, model).with_defaults(
+            model.target.own_defaults, model.target.named_sampling
+        )
         options.require_different_texts("--num-return-sequences")
         encoded = [input_ids for input_ids in encoded for _ in range(options.num_return_sequences)]
         options = replace(options, num_return_sequences=1)

@@ -279,7 +279,9 @@ def load(
     """Load the model that the flags name, and settle how it is served. options: of `check_arguments`."""
     with raise_user_errors():
         model = load_model(args)
-        options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
+        options = with_bad_words(options, args, model).with_defaults(
+            model.target.own_defaults, model.target.named_sampling
+        )
         settings = make_settings(args, model, options, bound)
         HEAD_START.end()
         return model, settings

@@ -8,6 +8,7 @@ import logging
 import math
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from support.tiny_models import (
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.core.padding import pad_left, pad_right
+from eagle_fsd.core.randomness.streams import fresh_seed
 from eagle_fsd.hub import save_head
 from eagle_fsd.runtime.matmul_backends import backend_for
 from eagle_fsd.runtime.packed_linear import PackedLinear
@@ -113,15 +115,19 @@ def test_without_a_mask_pad_tokens_are_padding_unless_they_end_the_texts_of_this
         assert [row + [0] * (width - len(row)) for row in made.new_tokens] == wanted, (own, ends)
 
 
-def test_the_pad_token_is_the_tokenizers_else_an_end_token_else_zero() -> None:
+def test_the_pad_token_is_the_tokenizers_else_the_models_else_an_end_token_else_zero() -> None:
     class Tokenizer:
         pad_token_id = 41
 
     model = tiny_model("llama")
     plain = EagleFSD(TargetModel(model), None)
+    assert plain.pad_token_id == model.generation_config.pad_token_id == 0
+    model.generation_config.pad_token_id = None
     assert plain.pad_token_id == 0
     model.generation_config.eos_token_id = [9, 12]
     assert plain.pad_token_id == 9
+    model.generation_config.pad_token_id = 11
+    assert plain.pad_token_id == 11
     assert EagleFSD(plain.target, None, tokenizer=Tokenizer()).pad_token_id == 41
 
 
@@ -245,6 +251,56 @@ def test_a_streams_seconds_are_its_own() -> None:
     phases = ("prefill", "draft", "verify", "accept", "keep")
     busy = sum(getattr(stream.stats, f"{phase}_seconds") for phase in phases)
     assert busy <= stream.stats.seconds < busy + 0.2
+
+
+def test_a_stream_that_is_read_in_parts_counts_all_its_seconds() -> None:
+    """As of a caller that takes the first tokens to time them; a second look at it adds nothing."""
+    stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
+    first = next(chunks := iter(stream))
+    before = stream.stats.seconds
+    assert before >= stream.stats.prefill_seconds > 0
+    rest = [token for chunk in stream for token in chunk]
+    assert [*first, *rest] == texts()[1] and stream.stats.seconds > before
+    whole = stream.stats.seconds
+    assert not list(stream) and not list(chunks)
+    assert stream.stats.seconds == pytest.approx(whole, abs=0.05)
+
+
+def test_a_stream_that_another_thread_closes_ends_after_its_step() -> None:
+    inside, told = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert told.wait(60)
+
+    stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS, observer=wait)
+    made: list[list[int]] = []
+    reader = threading.Thread(target=lambda: made.extend(stream))
+    reader.start()
+    assert inside.wait(60)
+    stream.close()
+    told.set()
+    reader.join(60)
+    assert len(made) == 1 and stream.stats.finish_reason == "interrupted"
+
+
+def test_a_baseline_and_drawn_seeds_do_not_disturb_each_other() -> None:
+    """Both draw from torch's one generator, which the baseline sets and puts back."""
+    model, options = engine(), {"max_new_tokens": 30, "temperature": 1.0}
+    wanted = model.target_alone(torch.tensor([PROMPTS[1]]), seed=7, **options).new_tokens
+    seeds: list[int] = []
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set():
+            seeds.append(fresh_seed())
+
+    other = threading.Thread(target=draw)
+    other.start()
+    found = [model.target_alone(torch.tensor([PROMPTS[1]]), seed=7, **options).new_tokens for _ in range(3)]
+    ended.set()
+    other.join()
+    assert found == [wanted] * 3 and len(set(seeds)) == len(seeds) > 3
 
 
 def test_a_stream_that_is_left_counts_what_was_made() -> None:

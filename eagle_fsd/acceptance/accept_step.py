@@ -135,7 +135,7 @@ def walk(
     alive = path < stop
     length = alive.sum(1)
     by_draw = exact.gather(1, path[:, :-1])
-    fuzzy = with_root(0, path[:, 1:] != by_draw)
+    fuzzy = with_root(0, alive[:, 1:] & (path[:, 1:] != by_draw))
     # The deepest nodes have no children to ask about.
     asked = with_last(alive[:, :-1] & may_ask & (in_a_row[:, :-1] < limit), 0)
     last = path.gather(1, length[:, None] - 1)

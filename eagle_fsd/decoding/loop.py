@@ -7,7 +7,7 @@ the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def decode(
     watch: Stopwatch,
     accept_step: AcceptStep | None = None,
     texts_made: list[Text] | None = None,
-) -> Iterator[list[list[int]]]:
+) -> Generator[list[list[int]]]:
     """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done).
 
     texts_made: the texts are added to it, for those who want more of them than their tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -220,12 +221,17 @@ class GenerationOptions:
                 "temperature, or leave it out"
             )
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
-        """Return the options with a model's own values, see `own_defaults`, for those that are None."""
+    def with_defaults(
+        self, defaults: Mapping[str, Any], named_sampling: Mapping[str, Any] = MappingProxyType({})
+    ) -> GenerationOptions:
+        """Return the options with a model's own values, see `own_defaults`, for those that are None.
+
+        named_sampling: what the model names for who asks it to sample, as with do_sample.
+        """
         if self.do_sample is False:
             defaults = {**defaults, "temperature": 0.0}
         elif self.do_sample:
-            defaults = {**ASKED_TO_SAMPLE, **defaults}
+            defaults = {**ASKED_TO_SAMPLE, **named_sampling, **defaults}
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if "min_new_tokens" in own:  # a model's own may be more than this call asks for
             own["min_new_tokens"] = min(own["min_new_tokens"], self.max_new_tokens)
@@ -251,7 +257,9 @@ def settle_options(
     keywords: override options. What neither says is the model's own. Raises ValueError for a keyword that is
     no option, and for what does not fit the target or each other.
     """
-    settled = override(GenerationOptions, options, keywords).with_defaults(target.own_defaults)
+    settled = override(GenerationOptions, options, keywords).with_defaults(
+        target.own_defaults, target.named_sampling
+    )
     settled.processing.require_vocabulary(target.vocab_size)
     settled.require_different_texts()
     if (copies := settled.num_return_sequences) > 1:

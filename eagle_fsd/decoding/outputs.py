@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +63,7 @@ class BatchStream:
 
     stats: one per row, updated at every step except for the seconds: the caller sets them, from the watch and
     from its own clock. tree, rule, seed: see GenerationOutput. texts: by row, from the first step on. Call
-    `close()`, or use a `with`, to end early.
+    `close()`, or use a `with`, to end early. ended: is set then, for a step that runs in another thread.
     """
 
     steps: Generator[list[list[int]]]
@@ -72,6 +73,7 @@ class BatchStream:
     rule: AcceptanceRule
     seed: Seed | None = None
     texts: list[Text] = field(default_factory=list)
+    ended: Event = field(default_factory=Event)
 
     def __post_init__(self) -> None:
         _suspended.add(self.steps)
@@ -83,7 +85,8 @@ class BatchStream:
         return [text.logprobs for text in self.texts] if asked else None
 
     def close(self) -> None:
-        """End the texts and free their memory."""
+        """End the texts and free their memory, after the step that another thread may be running."""
+        self.ended.set()
         close_quietly(self.steps)
 
     def __enter__(self) -> BatchStream:
@@ -94,7 +97,7 @@ class BatchStream:
 
 
 def close_quietly(steps: Generator[object]) -> None:
-    """Close a generator. If another thread is running it, it goes on until its next step."""
+    """Close a generator, unless another thread is running it."""
     with contextlib.suppress(ValueError):
         steps.close()
 
@@ -179,6 +182,7 @@ class TokenStream:
         (self.stats,) = started.stats
         self.tree, self.rule, self.seed = started.tree, started.rule, started.seed
         self._started = started
+        self._seconds = 0.0  # spent here, and not by the caller between two chunks
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
@@ -196,13 +200,12 @@ class TokenStream:
         self.close()
 
     def __iter__(self) -> Iterator[list[int]]:
-        seconds = 0.0  # spent here, and not by the caller between two chunks
         try:
             while True:
                 start = time.perf_counter()
                 chunks = next(self._started.steps, None)
-                seconds += time.perf_counter() - start
-                self.stats.set_times(self._started.watch, seconds)
+                self._seconds += time.perf_counter() - start
+                self.stats.set_times(self._started.watch, self._seconds)
                 if chunks is None:
                     break
                 yield chunks[0]

@@ -6,6 +6,7 @@ are full. Growth drops recordings. That costs little, since a wider view has to 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -99,9 +100,9 @@ class Workspaces:
         if workspace.spec.rests:
             self.target.expect(batch, 1)
         stats, watch = [GenerationStats() for _ in request.lengths], Stopwatch()
-        texts: list[Text] = []
-        steps = self.decode(workspace, request, random, stats, watch, texts)
-        return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts)
+        texts, ended = list[Text](), threading.Event()
+        steps = self.decode(workspace, request, random, stats, watch, texts, ended)
+        return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts, ended)
 
     def take(
         self, batch: int, prompt: int, longest: int, tree: TreeConfig, drafter: DrafterSpec | None
@@ -132,12 +133,20 @@ class Workspaces:
         random: RowRandom,
         stats: Sequence[GenerationStats],
         watch: Stopwatch,
-        texts: list[Text] | None = None,
+        texts: list[Text],
+        ended: threading.Event,
     ) -> Generator[list[list[int]]]:
-        """Yield the steps of the decoding loop, then take the workspace back. texts: see `decode`."""
+        """Yield the steps of the decoding loop until `ended` is set, then take the workspace back.
+
+        texts: see `decode`.
+        """
         try:
             parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step, texts)
-            yield from decode(request, *parts)
+            with contextlib.closing(decode(request, *parts)) as steps:
+                for step in steps:
+                    yield step
+                    if ended.is_set():
+                        break
         finally:
             self.cache_bytes = workspace.session.cache_bytes
             self.give_back(workspace)

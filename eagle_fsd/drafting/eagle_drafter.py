@@ -233,7 +233,8 @@ def commit_in_chunks(
     for start in range(0, total, cache.widest):
         end = min(total, start + cache.widest)
         cache.reserve(end - start, offset=start, exact=first)
-        outputs.append(read(*(one[:, start:end] for one in inputs), start))
+        output = read(*(one[:, start:end] for one in inputs), start)
+        outputs.append(output.clone() if total > cache.widest else output)  # the next may overwrite it
     # A row that is done commits nothing; its output is read at place 0 and never used.
     last = on_device([max(count, 1) for count in counts], cache.device)[:, None, None] - 1
     output = torch.cat(outputs, dim=1)

@@ -27,7 +27,7 @@ from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
 from eagle_fsd.target.architecture import FULL
-from eagle_fsd.target.hf_attention import private_copy, use_attention
+from eagle_fsd.target.hf_attention import is_known_code, private_copy, use_attention
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import KeptGraphs
 from eagle_fsd.target.taps import TappedDecoder
@@ -243,6 +243,7 @@ def trace_graphs(
     """
     kinds, numbers = list(kinds), sorted(layers)
     members = [(tensor.shape[1], tensor.shape[3]) for number in numbers for tensor in layers[number]]
+    kept = is_known_code(model.get_decoder())  # else the key of a graph does not say all of it
     decoder = private_copy(model.get_decoder())
     use_attention(decoder, BLOCKWISE, blockwise_attention_forward)
     taps = sorted(set(taps))
@@ -276,7 +277,7 @@ def trace_graphs(
     layout = layout_of(embeddings, kinds, members, paged)
     try:
         made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
-        network = runtime.network("decoder", decoder, work, layout, made_of)
+        network = runtime.network("decoder", decoder, work, layout, made_of, kept)
         product = runtime.product("lm_head", head.weight, head.bias)
     except NoRoom as error:
         raise ValueError(f"the target's graphs cannot be made: {one_line(error)}; or {REMEDY}") from error

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.processing import UNPROCESSED, Processing
+from eagle_fsd.core.randomness.streams import DEFAULT_GENERATOR
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.runtime.packed_linear import plain_linears
 from eagle_fsd.target.model import TargetModel
@@ -43,6 +44,7 @@ def generate_alone(
     model = target.model  # which may have to be loaded first
     start = time.perf_counter()
     with (
+        DEFAULT_GENERATOR,
         torch.random.fork_rng(),
         plain_linears(model),  # the baseline must not use our speed-ups
     ):

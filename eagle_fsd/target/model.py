@@ -36,6 +36,7 @@ from eagle_fsd.target.architecture import (
     layer_kinds,
     logits_transform,
     longest_text,
+    named_sampling,
     own_defaults,
     report_defaults,
 )
@@ -158,6 +159,11 @@ class TargetModel:
     def own_defaults(self) -> dict[str, Any]:
         """What the model's generation_config says about sampling and processing; see GenerationOptions."""
         return own_defaults(getattr(self.held, "generation_config", None))
+
+    @property
+    def named_sampling(self) -> dict[str, Any]:
+        """The sampling that the model's generation_config names, whether it asks for sampling or not."""
+        return named_sampling(getattr(self.held, "generation_config", None))
 
     @property
     def parameter_count(self) -> int:

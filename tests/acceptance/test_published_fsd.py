@@ -100,7 +100,8 @@ def test_a_first_failure_stops_even_where_the_target_draws_the_drafted_token() -
     verified = Verified(tree, logits, SamplingConfig(1.0), none)
     zeros = torch.zeros(4, dtype=torch.int64)
     never = PublishedFSD(1e-9)
-    assert accept(never, verified, RowRandom(0, 4), zeros).length.tolist() == [1] * 4
+    verdict = accept(never, verified, RowRandom(0, 4), zeros)
+    assert verdict.length.tolist() == [1] * 4 and not verdict.fuzzy.any()
     assert max(accept(Fuzzy(1e-9, mode="paper"), verified, RowRandom(0, 4), zeros).length) > 1
 
 

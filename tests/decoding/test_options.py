@@ -100,6 +100,12 @@ def test_do_sample_is_hugging_faces() -> None:
     assert model.generate(prompt, do_sample=True, **shared).new_tokens == wanted
     own = GenerationOptions(do_sample=True).with_defaults({"temperature": 0.3, "top_k": 7})
     assert (own.sampling.temperature, own.sampling.top_k) == (0.3, 7)
+    hugging_face = model.target.model
+    hugging_face.generation_config.update(
+        temperature=0.4, top_k=3
+    )  # it names them, and does not ask for them
+    named = model.generate(prompt, temperature=0.4, top_k=3, **shared).new_tokens
+    assert model.generate(prompt, do_sample=True, **shared).new_tokens == named != wanted
     assert GenerationOptions(max_new_tokens=8).with_defaults({"min_new_tokens": 20}).min_new_tokens == 8
     greedy = GenerationOptions(do_sample=False).with_defaults({"temperature": 0.3, "top_k": 7})
     assert greedy.sampling.greedy

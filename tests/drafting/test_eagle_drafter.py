@@ -22,9 +22,10 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
 from eagle_fsd.drafting.drafter import NoDrafter
-from eagle_fsd.drafting.eagle_drafter import Vocabulary
+from eagle_fsd.drafting.eagle_drafter import Vocabulary, commit_in_chunks
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.tree_growth import BeamDrafter
+from eagle_fsd.runtime import kv_cache
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 40, 32
@@ -467,6 +468,20 @@ def test_positions_follow_pairs_and_depth() -> None:
         head.seen.clear()
         feed(drafter, *pad([random_pairs(1, 8), random_pairs(3, 9)]))
         assert [p.tolist() for p in head.seen] == [[[5, 6, 7], [2, 3, 4]]]
+
+
+def test_pairs_are_committed_in_chunks_whose_outputs_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of recorded work do: each replay overwrites what the one before it gave."""
+    monkeypatch.setattr(kv_cache, "WIDEST", 2)
+    shared, counts = torch.zeros(2, 2, 1), [1, 4]
+
+    def read(numbers: Tensor, start: int) -> Tensor:
+        return shared.copy_(numbers[:, :, None])
+
+    cache = kv_cache.KVCache(2, 8, torch.device("cpu"))
+    numbers = torch.tensor([[1.0, 0, 0, 0], [5.0, 6, 7, 8]])
+    assert commit_in_chunks(cache, read, [numbers], counts, first=True).tolist() == [[1.0], [8.0]]
+    assert cache.row_lengths == counts
 
 
 @pytest.mark.parametrize("shift", [1, 100])

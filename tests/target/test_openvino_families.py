@@ -193,6 +193,32 @@ def test_a_kept_graph_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load(tiny_model("gemma3")) == [False, True]
 
 
+def test_graphs_are_kept_only_where_weights_and_config_say_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook or somebody's own layer computes another model with the same weights."""
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    monkeypatch.delenv("EAGLE_FSD_NO_WEIGHTS_CACHE", raising=False)
+
+    def texts(model: PreTrainedModel) -> list[list[int]]:
+        targets = (TargetModel(model), TargetModel(model, runtime=OpenVINO("float32")))
+        engines = [EagleFSD(one, tiny_head()) for one in targets]
+        options: dict[str, Any] = {"max_new_tokens": 12, "tree": TREE}
+        return [one.generate(prompts_of([7]), **options).new_tokens[0] for one in engines]
+
+    class Turned(type(tiny_model().model.norm)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).roll(1, -1)
+
+    hooked, own, plain = tiny_model(), tiny_model(), tiny_model()
+    hooked.model.layers[0].mlp.register_forward_hook(lambda module, given, made: -made)
+    own.model.norm.__class__ = Turned
+    made = [texts(one) for one in (plain, hooked, own, plain)]
+    assert all(torch_text == its for torch_text, its in made)
+    assert made[0] == made[3] and len({str(one) for one in made}) == 3
+    assert len(list((tmp_path / "graphs").glob("decoder-*"))) == 1
+
+
 def test_memory_counts_the_weights_of_the_graphs() -> None:
     """Of torch's target every weight; of OpenVINO's the graphs', and the embeddings that torch looks up."""
     torch_engine, graph_engine = engines_of("llama")

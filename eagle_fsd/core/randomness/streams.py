@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from torch import Tensor
 from eagle_fsd.core.randomness.noise import RowNoise, noise_on
 
 SEED_LIMIT = 2**63
+# Held by who draws from torch's default generator, or sets it for a while.
+DEFAULT_GENERATOR = threading.Lock()
 
 
 class Uniforms(Protocol):
@@ -60,7 +63,8 @@ def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
 
 def fresh_seed() -> int:
     """Return a random seed. It comes from torch's default generator, so torch.manual_seed fixes it."""
-    return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
+    with DEFAULT_GENERATOR:
+        return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
 
 
 class RowStream:

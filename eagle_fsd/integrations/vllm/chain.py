@@ -63,7 +63,7 @@ class Counts:
         self.steps += len(rows)
         self.drafted += sum(row.drafted for row in rows)
         self.accepted = self.accepted + (verdict.length - 1).sum()
-        self.fuzzy = self.fuzzy + (verdict.fuzzy & (verdict.path >= 0)).sum()
+        self.fuzzy = self.fuzzy + verdict.fuzzy.sum()
 
     def read(self) -> dict[str, int]:
         """Return the numbers; exact are the accepted tokens that the target drew itself."""
