@@ -391,5 +391,15 @@ def test_a_threshold_takes_a_budgets_place() -> None:
     with pytest.raises(ValueError, match="threshold is -1"):
         conversation.command("/threshold -1")
     assert conversation.options.rule == Fuzzy(0.3)
-    conversation.command("/threshold auto")
-    assert conversation.options.rule == AutoThreshold()
+    assert conversation.command("/threshold auto").endswith("the calibrated rule of the budget 0.05")
+    assert conversation.options.rule == AutoThreshold(0.05)
+
+
+def test_commands_are_told_from_what_follows_them() -> None:
+    conversation = Conversation(chat.build_parser().parse_args([]))
+    conversation.command("/threshold\t0.3")
+    assert conversation.options.rule == Fuzzy(0.3)
+    assert conversation.command("/threshold auto").endswith("the budget 0.02")
+    for line in ("/Threshold 0.2", "/reset! now", "/"):
+        with pytest.raises(ValueError, match=f"^{line.split()[0]} is no command: /help lists them"):
+            conversation.command(line)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.files.atomic import write_atomically
 
 if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
 
 PASTE, END, CONTINUED = "/paste", "/end", "\\"
+BARE = ("/reset", "/help", "/exit", "/quit")  # commands that take nothing
 HELP = """\
 /threshold T   from now on follow the draft where divergence(p, q) <= T; 0 is exact, auto uses the calibration
 /reset         forget the chat so far
@@ -42,6 +44,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.budget = self.args.quality_budget  # a number takes its place, until auto asks for it again
         self.reset()
 
     def reset(self) -> None:
@@ -58,12 +61,16 @@ class Conversation:
 
         Raises ValueError for a command that is unknown or cannot be obeyed, and Exit at the end.
         """
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+        name, *others = line.split(maxsplit=1)
+        rest = others[0].strip() if others else ""
         if name == "/threshold":
             return self.set_threshold(rest)
         if name == "/save":
             return self.save(rest)
+        if name not in BARE:
+            raise ValueError(
+                f"{name} is no command: /help lists them; begin with a space to say it to the model"
+            )
         if rest:
             raise ValueError(f"{name} takes nothing, and {rest!r} follows it: leave that out")
         if name == "/reset":
@@ -71,22 +78,20 @@ class Conversation:
             return "the chat is forgotten"
         if name == "/help":
             return HELP
-        if name in ("/exit", "/quit"):
-            raise Exit
-        raise ValueError(f"{name} is no command: /help lists them; begin with a space to say it to the model")
+        raise Exit
 
     def set_threshold(self, text: str) -> str:
         before = self.args.threshold, self.args.quality_budget
         try:
             if text == AUTO:
-                self.args.threshold = AUTO
+                self.args.threshold, self.args.quality_budget = AUTO, self.budget
             else:  # it takes a budget's place
                 self.args.threshold, self.args.quality_budget = float(text), None
             if text == AUTO and self.args.adapt:
                 raise ValueError(
                     "threshold is auto with --adapt: it holds for the head as it was; give a number"
                 )
-            self.options  # noqa: B018  # raises ValueError if the rule takes no such threshold
+            rule = self.options.rule  # raises ValueError if the rule takes no such threshold
         except ValueError as error:
             self.args.threshold, self.args.quality_budget = before
             if not text or "could not convert" in str(error):
@@ -95,8 +100,8 @@ class Conversation:
                 ) from error
             raise
         means = "larger is faster and less exact"
-        if text == AUTO:
-            means = "the calibrated one of the budget"
+        if isinstance(rule, AutoThreshold):
+            means = f"the calibrated rule of the budget {rule.quality_budget:g}"
         elif self.args.threshold == 0:
             means = "exact"
         return f"threshold {text}: {means}"
