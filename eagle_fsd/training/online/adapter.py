@@ -160,6 +160,11 @@ class HeadAdapter:
         """Whether enough new text has come for an update."""
         return self._new_tokens >= self.config.every
 
+    @property
+    def adapted(self) -> bool:
+        """Whether the head drafts otherwise than when it was loaded."""
+        return any(report.used for report in self.updates)
+
     def update(self) -> AdaptReport | None:
         """Learn from the oldest texts that wait, if there are enough of them, and report the result.
 

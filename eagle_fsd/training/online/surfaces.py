@@ -64,7 +64,8 @@ def save_adapted(args: Namespace, adapter: HeadAdapter | None) -> None:
     except OSError as error:
         sys.stderr.write(f"{one_line(error)}\n")
         folder = adapter.save(Path(tempfile.mkdtemp(prefix="eagle-fsd-adapted-")) / "head")
-    sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it\n")
+    unchanged = "" if adapter.adapted else "; no update was used yet, so that it drafts as before"
+    sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it{unchanged}\n")
 
 
 def update_between(learner: Learning | None) -> tuple[Learning | None, Any]:

@@ -16,7 +16,7 @@ class Adapter:
     """Stands in for a HeadAdapter. wrong: folders that cannot be written."""
 
     def __init__(self, *wrong: Path) -> None:
-        self.wrong, self.updates = wrong, 0
+        self.wrong, self.updates, self.adapted = wrong, 0, True
 
     def update(self) -> None:
         self.updates += 1
@@ -57,6 +57,15 @@ def test_a_head_is_kept_elsewhere_if_its_place_has_gone(
         f"{tmp_path / 'head'}: cannot be written (I/O error)",
         f"kept the adapted head in {spare}: --ea-model {spare} drafts with it",
     ]
+
+
+def test_a_head_that_has_not_changed_is_said_to_be_the_old_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = Adapter()
+    adapter.adapted = False
+    save_adapted(flags(tmp_path / "head"), adapter)
+    assert capsys.readouterr().err.endswith("; no update was used yet, so that it drafts as before\n")
 
 
 def test_an_update_that_fails_ends_the_learning_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
