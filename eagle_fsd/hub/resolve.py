@@ -162,7 +162,7 @@ def shipped_head(base_model: str) -> Path:
     for pattern, head in SHIPPED_HEADS_OF_FILES.items():
         if re.fullmatch(pattern, Path(base_model).name, re.IGNORECASE):
             folder_name = head
-    remedy = "name a head (ea_model, --ea-model)"
+    remedy = "name a head (ea_model, --ea-model), or none with lookup (--ea-model none --lookup)"
     if folder_name is None:
         here, known = local_target(base_model), ", ".join(SHIPPED_HEADS)
         none = f"has no shipped draft head: only {known} has one"

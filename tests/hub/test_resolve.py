@@ -323,7 +323,8 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
         one_line_error(lambda name=name: hub.resolve_head(None, name), *said)
     one_line_error(lambda: hub.resolve_head(None, str(tmp_path)), "has no config.json")
     (tmp_path / "config.json").write_text("{}")
-    one_line_error(lambda: hub.resolve_head(None, str(tmp_path)), f"{str(tmp_path)!r} has no shipped draft")
+    said = (f"{str(tmp_path)!r} has no shipped draft", "--ea-model none --lookup")
+    one_line_error(lambda: hub.resolve_head(None, str(tmp_path)), *said)
     (tmp_path / "text.txt").write_text("no model")
     one_line_error(lambda: hub.resolve_target(str(tmp_path / "text.txt")), "not a GGUF file")
 
