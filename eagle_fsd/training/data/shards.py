@@ -120,7 +120,9 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
     """Return a folder's shards. Raises ValueError if some are missing, of another target or other taps."""
     paths = sorted(folder.glob("shard_*.safetensors"))
     if not paths:
-        raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
+        inside = sorted(folder.glob("*/shard_*.safetensors"))  # a run keeps a folder for each source
+        remedy = f"name {str(inside[0].parent)!r}, inside it" if inside else "run the extraction first"
+        raise ValueError(f"no feature shards in {str(folder)!r}; {remedy}")
     manifest = read_manifest(folder)
     made = manifest.get("target")
     known = (
