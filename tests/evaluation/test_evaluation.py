@@ -232,6 +232,21 @@ def test_a_mistake_is_one_line_before_any_model_is_loaded(
     assert message in last and last.startswith(f"{name}: error: ")
 
 
+@pytest.mark.parametrize("name", ["measure_tau", "sweep", "calibrate", "speed", "weight_formats"])
+def test_a_place_that_cannot_be_written_is_named_before_any_model_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts_one.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n')
+    output = prompts / "rows.jsonl"  # below a file
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--prompts", str(prompts), "--output", str(output)])
+    monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "eval" / f"{name}.py"), run_name="__main__")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"--output names {output}, where nothing can be written" in last
+
+
 def test_the_scripts_end_to_end(
     engine: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_run_that_was_stopped_goes_on(world: World) -> None:
         ("--formats openvino/packed", "weight_format is 'packed': the target must be a .gguf file"),
         ("--tree 6", "tree is '6'"),
         ("--max-new-tokens 0", "max_new_tokens is 0"),
+        ("--output .", "--output names ., which is a folder"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(

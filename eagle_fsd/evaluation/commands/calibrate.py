@@ -35,6 +35,7 @@ from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of
 from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
 
 
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--install", action="store_true", help="write calibration.json beside the head, too")
     with parsed(parser, argv) as arguments:
         check_sizes(arguments, arguments.batch_size)
+        require_folder("--output", arguments.output)
         require_integer("splits", arguments.splits, 0, "0 makes none")
         require_number("confidence", arguments.confidence, 0.501, 0.999, "0.95 is usual")
         for budget in arguments.quality_budget:

@@ -38,6 +38,7 @@ from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import PEERS, Setting, method, parse_own, race, tree_of
 from eagle_fsd.evaluation.plots import FAINT, INK, require_matplotlib, save
 from eagle_fsd.files.jsonl import append_row
+from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.packed_linear import backend_names
 from eagle_fsd.target.model import TargetModel
@@ -106,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be raced, before a model is loaded."""
     check_sizes(arguments, *arguments.batch_size)
+    require_folder("--output", arguments.output)
     for context in arguments.context or ():
         require_integer("context", context, 1, "leave --context out for the prompts as they are")
     for name in arguments.methods:

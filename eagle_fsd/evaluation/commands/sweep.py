@@ -22,6 +22,7 @@ from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser, par
 from eagle_fsd.evaluation.measure.observers import StepMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
+from eagle_fsd.files.places import require_file
 from eagle_fsd.files.provenance import provenance
 
 JS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6)
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not (arguments.tasks or arguments.prompts):
             raise ValueError("nothing to sweep: name --tasks, or files of --prompts")
         check_sizes(arguments, arguments.batch_size)
+        require_file("--output", arguments.output)
         require_integer("seed", arguments.seed, 0, "any will do")
         tree = TreeConfig.parse(arguments.tree)
         grid = GRIDS[arguments.grid or "quick"] if arguments.grid or not arguments.rules else ()

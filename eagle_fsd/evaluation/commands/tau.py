@@ -22,6 +22,7 @@ from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import PROMPTS
+from eagle_fsd.files.places import require_file
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import find_head_file
 from eagle_fsd.hub.head_digest import head_digests
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--child", nargs="+", default=["draft"], choices=CHILDREN)
     with parsed(parser, argv) as arguments:
         check_sizes(arguments, arguments.batch_size)
+        require_file("--output", arguments.output)
         tree, rules = TreeConfig.parse(arguments.tree), [Lossless()]
         for (name, *numbers), *how in product(arguments.threshold, arguments.mode, arguments.child):
             if not numbers:

@@ -41,6 +41,7 @@ from eagle_fsd.evaluation.weight_formats.passes import (
     read_answers,
 )
 from eagle_fsd.files.jsonl import drop_torn_line
+from eagle_fsd.files.places import require_file
 from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
 from eagle_fsd.hub.resolve import DEFAULT_TARGET, resolve_target
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, PACKED
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--tree", default=str(tree), help=f"{TreeConfig.FORM} of lossless decoding; default: %(default)s")
     with parsed(parser, argv) as arguments:
         check_sizes(arguments)
+        require_file("--output", arguments.output)
         jobs = jobs_of(arguments)
         questions = questions_of(arguments.prompts, arguments.skip, arguments.limit)
         drop_torn_line(arguments.output)
