@@ -41,7 +41,8 @@ class Fuzzy:
     """Follow the draft where divergence(p, q) <= threshold (FSD, Holsman et al., arXiv 2502.20704).
 
     threshold: in the unit of `divergence` (a name of DIVERGENCES): nats, but a probability for tv. It applies
-      to the distributions at temperature 1; 0 is lossless. It means nothing without its divergence.
+      to the distributions at temperature 1, p's after penalties and bans, which q knows nothing of; 0 is
+      lossless. It means nothing without its divergence.
     mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
       first; "swap", with a price only, keeps a drawn child unless another is worth more by the price.
     price: above 0, the rule plans: it follows the child that is best for the whole tree, if that brings at
@@ -57,8 +58,8 @@ class Fuzzy:
     min_p * max p. max_overshoot: q <= max_overshoot * p. min_gain: the target's own draws are expected to
     accept at least this many more tokens of the tree below the child (`Verified.gains`); following a child
     that leads nowhere changes the text as much and saves less. exact_eos: only the target emits end tokens.
-    max_consecutive, exact_prefix: see AcceptanceRule. p and q of min_p and max_overshoot are raw, at
-    temperature 1, like the divergence.
+    max_consecutive, exact_prefix: see AcceptanceRule. p and q of min_p and max_overshoot are those of the
+    divergence, at temperature 1.
     """
 
     threshold: float = 0.3

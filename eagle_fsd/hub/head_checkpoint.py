@@ -55,6 +55,8 @@ SHOWN = 4  # how many keys an error names
 def read_config(folder: Path, kind: str) -> dict[str, Any]:
     """Return the JSON object in a folder's config.json; `kind` ("target", "draft head") is for errors."""
     path = folder / CONFIG_NAME
+    if not folder.is_dir():
+        raise ValueError(f"{kind} {str(folder)!r} is not there: it must be a folder; check its spelling")
     if not path.is_file():
         raise ValueError(
             f"{kind} folder {str(folder)!r} has no {CONFIG_NAME}: it must have one; name the model's own"

@@ -33,6 +33,7 @@ def run_command(
     args = parser.parse_args(argv)
     name = parser.prog.removesuffix(".py")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it notes what it does with fonts
     try:
         with outlive_stderr():
             run(args)

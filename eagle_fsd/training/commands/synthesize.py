@@ -152,6 +152,12 @@ def write(args: argparse.Namespace) -> None:
         pack_linears(model)
         target = TargetModel(model, usual_stepper(model.device))
     written = self_prompts(target, tokenizer, args.self_prompts, plan, own)
+    if left_out := args.self_prompts - len(written):
+        logger.info(
+            "%d of the target's %d prompts did not end, are short or come twice: they are left out",
+            left_out,
+            args.self_prompts,
+        )
     prompts += without_overlap(written, args.exclude)
     require_prompts(prompts)
     rows = answer_prompts(target, tokenizer, prompts, plan, args.output)
