@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
 LONGEST_REASON = 300
 
-_tokenizers: WeakKeyDictionary[Any, dict[int, LLTokenizer]] = WeakKeyDictionary()
+_tokenizers: WeakKeyDictionary[Any, dict[tuple[int, int], LLTokenizer]] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
@@ -133,7 +133,7 @@ def to_grammar(form: Form) -> str:
 
 
 def read_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> LLTokenizer:
-    """Return the library's reading of a tokenizer, made once."""
+    """Return the library's reading of a tokenizer, made once, and again when tokens were added to it."""
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -142,16 +142,16 @@ def read_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None, vocab_s
             f"{name} needs a fast tokenizer: the target has {kind}; choose a target that has one"
         )
     with _making:
-        known = _tokenizers.setdefault(tokenizer, {})
-        if vocab_size not in known:
+        known, sizes = _tokenizers.setdefault(tokenizer, {}), (vocab_size, len(tokenizer))
+        if sizes not in known:
             try:  # it must not be smaller than the tokenizer's own
-                known[vocab_size] = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+                known[sizes] = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
             except ValueError as error:
                 raise ValueError(
                     f"{name}: the target's tokenizer cannot be followed ({reason(str(error))}); choose a "
                     "target with another one"
                 ) from error
-        return known[vocab_size]
+        return known[sizes]
 
 
 def reason(message: str) -> str:
