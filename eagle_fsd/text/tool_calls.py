@@ -139,15 +139,35 @@ class Call:
 def read_call(text: str, names: Sequence[str]) -> Call | None:
     """Return the call that a JSON text is; None if it is none, or of no function of these names."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=refuse_constant)
+        if not isinstance(found, Mapping) or found.get("name") not in names:
+            return None
+        key = "arguments" if "arguments" in found else "parameters"
+        if not isinstance(found.get(key, {}), Mapping):
+            return None
+        return Call(found["name"], written_values(text).get(key, "{}"))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, Mapping) or found.get("name") not in names:
-        return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if not isinstance(arguments, Mapping):
-        return None
-    return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def refuse_constant(constant: str) -> None:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON has not."""
+    raise ValueError(f"{constant} is no JSON")
+
+
+def written_values(text: str) -> dict[str, str]:
+    """Return the values of a JSON object by their names, as they are written. text: right JSON.
+
+    Writing what was read would change numbers: 1e999 would be Infinity, and long fractions would be rounded.
+    """
+    decoder, found, end = json.JSONDecoder(), {}, 0
+    while (begin := text.find('"', end)) >= 0:
+        name, end = decoder.raw_decode(text, begin)
+        begin = text.index(":", end) + 1
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        _, end = decoder.raw_decode(text, begin)
+        found[name] = text[begin:end]
+    return found
 
 
 def may_become_call(text: str, names: Sequence[str]) -> bool:

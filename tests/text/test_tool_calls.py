@@ -143,3 +143,22 @@ def test_what_is_no_json_that_python_can_hold_is_no_call() -> None:
     assert read_call("[" * 100_000, ["f"]) is None
     half = read_call('{"name": "f", "arguments": {"text": "hi \\ud83d"}}', ["f"])
     assert half is not None and json.loads(half.arguments) == {"text": "hi \ud83d"}
+
+
+def test_arguments_stay_as_they_were_written() -> None:
+    """Numbers too: Python would write Infinity, which is no JSON, and round the others."""
+    for arguments in (
+        '{"n": 1e999}',
+        '{ "n":1E5 , "m": [12345678901234567890.5,\n-0]}',
+        '{"s": "\\ud83d \\" } : ", "s": {}}',
+    ):
+        for text in (
+            f'{{"name": "f", "arguments": {arguments}}}',
+            f' {{"x": "arguments" , "arguments" : {arguments} , "name":\n"f"}}\n',
+            f'{{"parameters":{arguments},"name":"f"}}',
+            f'{{"arguments": 1, "name": "g", "name": "f", "arguments": {arguments}}}',
+        ):
+            assert read_call(text, ["f"]) == Call("f", arguments)
+    assert read_call('{"name": "f"}', ["f"]) == Call("f", "{}")
+    for constant in ("NaN", "-Infinity"):
+        assert read_call(f'{{"name": "f", "arguments": {{"n": {constant}}}}}', ["f"]) is None
