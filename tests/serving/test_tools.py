@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from support.schema_engine import schema_engine
 from support.serving import running, settings
 from support.tiny_engine import CHAT, NAME
-from support.tiny_tokenizer import TEMPLATE
+from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE
 from torch import Tensor
 
 from eagle_fsd.core.processing import Processing
@@ -367,6 +367,22 @@ def test_calls_and_results_go_into_the_prompt(template: str) -> None:
     if template == "unknown":
         results = "user: <tool_response>\none\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\n"
     assert text.endswith(f"{results}assistant:")
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
+def test_a_call_with_half_a_character_can_be_sent_back(template: str) -> None:
+    """A model may write one as an escape, and its call is a part of the chat from then on."""
+    function = {"name": "pick", "arguments": '{"n": "hi \\ud83d", "e": "\\ud83d\\ude00"}'}
+    messages = [
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": "one"},
+    ]
+    engine = schema_engine(template=template)
+    with running(settings(), engine) as (url, _):
+        client = client_of(url)
+        assert ask(client, messages=messages, max_tokens=3).choices
+        found = client.post("/../tokenize", body={"messages": messages}, cast_to=object)
+    assert '"n": "hi ?"' in engine.tokenizer.decode(found["tokens"])
 
 
 # -- what is refused ----------------------------------------

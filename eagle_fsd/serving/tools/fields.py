@@ -188,7 +188,9 @@ class CalledFunction(Strict):
 
     @property
     def read(self) -> dict[str, Any]:
-        return json.loads(self.arguments) if self.arguments else {}
+        """The arguments, for the model to read. A half character, which it may have written, is a "?"."""
+        found = json.dumps(json.loads(self.arguments or "{}"), ensure_ascii=False)
+        return json.loads(found.encode(errors="replace"))
 
 
 class ToolCall(Strict):
