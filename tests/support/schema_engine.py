@@ -16,15 +16,19 @@ from support.tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
 END_ID = 2
 
 
-@cache
-def schema_engine(runtime: str = "torch", template: str = TOOL_TEMPLATE) -> EagleFSD:
+def new_schema_engine(
+    runtime: str = "torch", template: str = TOOL_TEMPLATE, dtype: torch.dtype = torch.float32
+) -> EagleFSD:
     """Return an engine whose drafter is near its target."""
-    near, model = (tiny_model(max_position_embeddings=2048) for _ in range(2))
+    near, model = (tiny_model(max_position_embeddings=2048).to(dtype) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in near.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(dtype))
     model.generation_config.eos_token_id = END_ID
     target = TargetModel(model, runtime=OpenVINO("float32") if runtime == "openvino" else None)
     drafter = DraftModelSpec.for_target(TargetModel(near), target)
     return EagleFSD(target, drafter, byte_tokenizer(template), base_model="tiny")
+
+
+schema_engine = cache(new_schema_engine)  # one of each kind for all tests
