@@ -72,7 +72,9 @@ class ScriptedModel:
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
     runtime, weight_format = "torch", "float32"
-    target = SimpleNamespace(ignored_defaults={}, own_defaults={}, ranks=ALONE, max_positions=512)
+    target = SimpleNamespace(
+        ignored_defaults={}, own_defaults={}, named_sampling={}, ranks=ALONE, max_positions=512
+    )
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()

@@ -142,7 +142,7 @@ def test_a_run_whose_terminal_is_closed_ends_with_a_checkpoint(toy: Path) -> Non
     leads = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # so that it is told
     runs = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{leads}; {runs}", *command(toy, output)],
+        [sys.executable, "-c", f"{leads}; {runs}", *command(toy, output, "--epochs", "6000")],
         cwd=ROOT, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True,
     )  # fmt: skip
     os.close(its)

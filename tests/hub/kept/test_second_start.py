@@ -89,7 +89,15 @@ def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: 
     one, other = first.target, second.target
     names = (
         *("hidden_size", "vocab_size", "max_positions", "kinds", "window", "eos_token_ids", "pad_token_id"),
-        *("own_defaults", "ignored_defaults", "parameter_count", "weight_bytes", "layer_classes", "dtype"),
+        *(
+            "own_defaults",
+            "named_sampling",
+            "ignored_defaults",
+            "parameter_count",
+            "weight_bytes",
+            "layer_classes",
+            "dtype",
+        ),
         *("device", "logits_transform", "weight_format", "flash", "input_device"),
     )
     for name in names:
