@@ -139,19 +139,25 @@ def test_a_run_killed_and_terminated_has_the_losses_of_one_that_was_not(toy: Pat
 def test_a_run_whose_terminal_is_closed_ends_with_a_checkpoint(toy: Path) -> None:
     pty, output = pytest.importorskip("pty"), toy / "closed"
     ours, its = pty.openpty()
-    leads = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # so that it is told
+    # It becomes the one that is told, also where the tests themselves were begun with nohup.
+    leads = "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    heeds = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     runs = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    more = ("--epochs", "6000")  # it does not end by itself
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{leads}; {runs}", *command(toy, output, "--epochs", "6000")],
+        [sys.executable, "-c", f"{leads}; {heeds}; {runs}", *command(toy, output, *more)],
         cwd=ROOT, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True,
     )  # fmt: skip
     os.close(its)
     said = b""
-    while not (output / LOG).is_file() or steps_of(output) < 12:
-        said += os.read(ours, 4096) if select.select([ours], [], [], 0.05)[0] else b""
-        assert process.poll() is None, said
-    os.close(ours)
-    assert process.wait(60) == 128 + signal.SIGHUP, said
+    try:
+        while not (output / LOG).is_file() or steps_of(output) < 12:
+            said += os.read(ours, 4096) if select.select([ours], [], [], 0.05)[0] else b""
+            assert process.poll() is None, said
+        os.close(ours)
+        assert process.wait(60) == 128 + signal.SIGHUP, said
+    finally:
+        process.kill()
     stopped_at = read_checkpoint(output / CHECKPOINT)["step"]
     assert stopped_at == steps_of(output) >= 12
 
