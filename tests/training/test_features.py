@@ -73,8 +73,11 @@ def test_extraction_goes_on_at_the_first_missing_shard(
         extract(target.base_model, examples, tmp_path, WHO, shard_examples=2)
     with pytest.raises(ValueError, match=r"no feature shards in .*none'; run the extraction first"):
         StoredFeatures([tmp_path / "none"], WHO)
-    with pytest.raises(ValueError, match=rf"no feature shards in .*; name {str(tmp_path)!r}, inside it"):
-        StoredFeatures([tmp_path.parent], WHO)
+    run = tmp_path / "run"
+    (run / "answers").mkdir(parents=True)
+    (run / "answers" / "shard_00000.safetensors").touch()
+    with pytest.raises(ValueError, match=rf"no feature shards in .*; name '{run}/answers', inside it"):
+        StoredFeatures([run], WHO)
     (tmp_path / "manifest.json").write_text('{"target": {}, "count": "5"}')
     with pytest.raises(
         ValueError, match=r"has no readable manifest\.json: .*; remove the folder and extract"
