@@ -19,6 +19,7 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
 from eagle_fsd.target.admission import check_tree_verification
+from eagle_fsd.target.hf_attention import is_known_code
 from eagle_fsd.target.model import TargetModel
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
@@ -108,7 +109,10 @@ def wrong_scale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("eagle_fsd.target.graph_decoder.attend_pages", scaled)
 
 
-@pytest.mark.parametrize("trouble", [without_operator, failing_conversion, wrong_scale])
+LATER = [pytest.param(one, marks=pytest.mark.slow) for one in (without_operator, failing_conversion)]
+
+
+@pytest.mark.parametrize("trouble", [*LATER, wrong_scale])
 def test_blocks_serve_where_pages_do_not(
     trouble: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,16 +210,17 @@ def test_graphs_are_kept_only_where_weights_and_config_say_all(
         options: dict[str, Any] = {"max_new_tokens": 12, "tree": TREE}
         return [one.generate(prompts_of([7]), **options).new_tokens[0] for one in engines]
 
-    class Turned(type(tiny_model().model.norm)):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).roll(1, -1)
+    class Own(type(tiny_model().model.norm)):
+        pass
 
-    hooked, own, plain = tiny_model(), tiny_model(), tiny_model()
+    hooked, own, patched, plain = (tiny_model() for _ in range(4))
     hooked.model.layers[0].mlp.register_forward_hook(lambda module, given, made: -made)
-    own.model.norm.__class__ = Turned
-    made = [texts(one) for one in (plain, hooked, own, plain)]
+    own.model.norm.__class__ = Own
+    patched.model.norm.forward = lambda x: -x
+    assert [is_known_code(one.model) for one in (hooked, own, patched, plain)] == [False, False, False, True]
+    made = [texts(one) for one in (plain, hooked, plain)]
     assert all(torch_text == its for torch_text, its in made)
-    assert made[0] == made[3] and len({str(one) for one in made}) == 3
+    assert made[0] == made[2] != made[1]
     assert len(list((tmp_path / "graphs").glob("decoder-*"))) == 1
 
 
