@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import locale
@@ -71,6 +72,15 @@ def version() -> str:
     return str(openvino.__version__)
 
 
+def silence_telemetry() -> None:
+    """Let the converter send nothing about a user's models; for each event it forks the whole process."""
+    with contextlib.suppress(ImportError):  # another release may have other modules
+        from openvino.tools.ovc import convert_impl, telemetry_stub, telemetry_utils, utils
+
+        for module in (convert_impl, telemetry_utils, utils):
+            module.tm = telemetry_stub
+
+
 def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any] = ()) -> Any:
     """Trace a network into an openvino.Model.
 
@@ -79,6 +89,7 @@ def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any
     """
     import openvino
 
+    silence_telemetry()
     root = logging.getLogger()
     level, filters, handlers = root.level, root.filters[:], root.handlers[:]
     try:

@@ -1,13 +1,15 @@
-"""OpenVINO leaves the process as it was: compiling on several threads keeps the locale."""
+"""OpenVINO leaves the process as it was: compiling on several threads keeps the locale; nothing is sent."""
 
 from __future__ import annotations
 
 import locale
+import resource
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from eagle_fsd.runtime.openvino import library
 
@@ -64,3 +66,14 @@ def test_without_a_keeper_they_do_not() -> None:
     core = Core()
     compile_two(lambda name: core.compile_model(name, "CPU", {}))
     assert locale.setlocale(locale.LC_ALL) == "C"
+
+
+def test_the_converter_sends_nothing_about_a_users_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And forks no process to do so, which takes seconds where a model is large."""
+    telemetry = pytest.importorskip("openvino_telemetry", reason="openvino came without it")
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")  # tells of itself
+    monkeypatch.setattr(telemetry.Telemetry, "send_event", lambda *args: pytest.fail("it sends something"))
+    library.convert(torch.nn.Linear(2, 3), (torch.zeros(1, 2),))  # the first looks at the processor
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    library.convert(torch.nn.Linear(2, 3), (torch.zeros(1, 2),))
+    assert resource.getrusage(resource.RUSAGE_CHILDREN) == children
