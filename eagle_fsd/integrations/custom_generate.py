@@ -28,7 +28,6 @@ from eagle_fsd.decoding.request import end_token_ids
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub.resolve import load_any_head
-from eagle_fsd.target.architecture import named_sampling
 from eagle_fsd.target.model import TargetModel
 
 ENGINES = "_eagle_fsd_engines"  # a model's engines, by the name of their head, so that they go with it
@@ -130,8 +129,6 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
     options["do_sample"] = bool(given.get("do_sample", getattr(own, "do_sample", None)))
     if not options["do_sample"]:
         options.pop("temperature", None)  # has no effect there, as in `generate`
-    else:  # the model's own values count, whether it asks for sampling itself or not
-        options = named_sampling(own) | options
     new, most = (given.get(name, getattr(own, name, None)) for name in ("max_new_tokens", "max_length"))
     if new is None and most is not None:
         new = int(most) - length
