@@ -70,7 +70,7 @@ def test_what_such_a_head_cannot_do(folders: tuple[str, str], options: dict[str,
         EagleFSD.from_pretrained(*folders, **options)
 
 
-@pytest.mark.parametrize("weight_format", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weight_format", ["float32", "int8"])
 def test_openvino_computes_such_a_head_too(folders: tuple[str, str], weight_format: str) -> None:
     """At a first start and at later ones, with the reading that is measured with torch."""
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
@@ -133,7 +133,7 @@ def test_a_measurement_that_tells_nothing_is_not_remembered(
     assert len(counted) == 4
 
 
-@pytest.mark.parametrize("weight_format", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weight_format", ["float32", "int8"])
 def test_a_second_start_needs_no_whole_model(
     folders: tuple[str, str], cache: Path, weight_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

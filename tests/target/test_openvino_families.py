@@ -109,10 +109,7 @@ def wrong_scale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("eagle_fsd.target.graph_decoder.attend_pages", scaled)
 
 
-LATER = [pytest.param(one, marks=pytest.mark.slow) for one in (without_operator, failing_conversion)]
-
-
-@pytest.mark.parametrize("trouble", [*LATER, wrong_scale])
+@pytest.mark.parametrize("trouble", [without_operator, failing_conversion, wrong_scale])
 def test_blocks_serve_where_pages_do_not(
     trouble: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

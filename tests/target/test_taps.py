@@ -76,10 +76,10 @@ def test_taps_of_a_prompt_and_of_a_tree(family: str, monkeypatch: pytest.MonkeyP
 
 
 # Full attention, over pages; sliding windows with norms of q and k; soft-caps; learned positions.
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "gemma3", "gpt2")]
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "gpt2")]
 
 
-@pytest.mark.parametrize("family", ["llama", *SLOW])
+@pytest.mark.parametrize("family", ["llama", "gemma3", *SLOW])
 def test_taps_of_a_prompt_and_of_a_tree_on_openvino(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", 4)
     model = deep_model(family)

@@ -80,9 +80,7 @@ def answer(model: EagleFSD) -> list[int]:
     return model.generate([PROMPT], max_new_tokens=24, tree=TREE).new_tokens[0]
 
 
-@pytest.mark.parametrize(
-    ("weight_format", "tied"), [("float32", False), pytest.param("int8", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("weight_format", "tied"), [("float32", False), ("int8", True)])
 def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: bool) -> None:
     write(gguf, weights(tied))
     first, second = (start(gguf, weight_format=weight_format) for _ in range(2))
@@ -181,14 +179,7 @@ def test_what_was_missing_once_may_be_there_the_next_time(
     assert stands_in(start(gguf))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt,
-        Exception,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (MemoryError, RuntimeError)),
-    ],
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError, Exception])
 def test_nothing_is_kept_before_it_is_compared(
     gguf: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
@@ -299,11 +290,9 @@ def test_what_is_lost_is_made_again(gguf: Path, cache: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
+        {"weight_format": "int8"},
         {"attn_implementation": "eager"},
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in ({"weight_format": "int8"}, {"weights_cache": False})
-        ),
+        {"weights_cache": False},
     ],
 )
 def test_other_settings_find_nothing_of_these(gguf: Path, other: dict[str, Any]) -> None:

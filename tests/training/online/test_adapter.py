@@ -54,7 +54,7 @@ def steps(model: EagleFSD) -> int:
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-@pytest.mark.parametrize("runtime", ["torch", pytest.param("openvino", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
 def test_the_head_drafts_better_and_no_lossless_text_changes(lookup: bool, runtime: str) -> None:
     if runtime == "openvino":
         pytest.importorskip("openvino", reason="this needs the extra openvino")
