@@ -189,6 +189,10 @@ class Walk:
             self.scheduler.step()
             most -= 1
 
+    def drain(self) -> None:
+        """Let the scheduler end all its texts: the next one finds it idle."""
+        self.steps(-1)
+
     def retire(self) -> None:
         if self.texts:
             self.scheduler.retire(self.draw.choice(self.texts)[0])
@@ -218,7 +222,7 @@ def run_history(seed: int, runtime: str, operations: int, monkeypatch: pytest.Mo
         monkeypatch.setattr(owner, name, draw.choice(values))
     walk, before = Walk(draw, runtime), caches()
     ways = [walk.generate, walk.generate, walk.interleave, walk.fail, walk.threads, walk.admit, walk.admit]
-    ways += [walk.steps, walk.steps, walk.retire, walk.engine.free_memory]
+    ways += [walk.steps, walk.drain, walk.retire, walk.engine.free_memory]
     done: list[str] = []
     try:
         for way in [*draw.choices(ways, k=operations), walk.end]:

@@ -11,8 +11,10 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
+from eagle_fsd.drafting.specs import with_lookup
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -38,6 +40,10 @@ ALIKE: list[Kind] = [
 def engine(recorder: OpRecorder | None = None) -> EagleFSD:
     stepper = EAGER if recorder is None else Graphs(recorder)
     return EagleFSD(TargetModel(tiny_model(), stepper), tiny_head())
+
+
+def with_looked_up(model: EagleFSD) -> EagleFSD:
+    return EagleFSD(model.target, with_lookup(model.drafter, model.target))
 
 
 def prompts() -> list[list[int]]:
@@ -173,6 +179,20 @@ def test_a_lone_text_takes_the_memory_and_the_recordings_of_the_one_before(
     assert counts[0] > 0 and counts[5] > 0, "the first, and the first after several"
     kept = cache_tokens is None
     assert all((count == 0) == kept for count in (*counts[1:4], *counts[6:])), counts
+
+
+def test_a_lone_text_may_follow_several_whose_caches_grew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grew when all but one had left, and have memory for that one alone: so has what is looked up."""
+    as_on_an_accelerator(monkeypatch, view=16)
+    monkeypatch.setattr(workspace, "AHEAD", 3)
+    model, plain = (with_looked_up(engine(one)) for one in (OpRecorder(), None))
+    scheduler = Scheduler(model.target, model.drafter, TREE, 2)
+    for limits in ([3, 90], [20], [20]):
+        pairs = enumerate(zip(prompts(), limits, strict=False))
+        texts = [text(number, prompt, limit, kinds=KINDS[:1]) for number, (prompt, limit) in pairs]
+        for one in texts:
+            scheduler.admit(one)
+        assert collect(scheduler) == {one.number: alone(plain, one, TREE) for one in texts}
 
 
 @pytest.mark.parametrize("length", [0, 256])

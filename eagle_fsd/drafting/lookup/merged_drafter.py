@@ -187,6 +187,7 @@ class MergedDrafter:
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.head.reset(longest, tree)
+        self.lookup.rows = self.head.rows  # a cache that grew has no memory for the rows that had left
         self.lookup.reset(longest, tree)
 
 
