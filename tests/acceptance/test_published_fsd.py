@@ -127,6 +127,18 @@ def test_the_distribution_in_closed_form_is_the_one_it_draws_from() -> None:
     assert 0 < follows < 6
 
 
+def test_a_token_that_is_ruled_out_is_never_followed() -> None:
+    """Whatever the threshold: a ban or a form makes its logit -inf."""
+    tree = random_tree(batch=6, nodes=11, depth=4, width=4, vocab_size=13, seed=2)
+    logits = torch.randn(6, 11, 13, generator=generator(2))
+    logits[..., ::2] = -torch.inf
+    verified = Verified(tree, logits, SamplingConfig(1.0), torch.empty(0, dtype=torch.int64))
+    chances = PublishedFSD(torch.inf).chances(verified)
+    drafted, even = tree.parents >= 0, tree.tokens % 2 == 0
+    assert chances is not None and (drafted & even).any()
+    assert not chances[drafted & even].any() and chances[drafted & ~even].any()
+
+
 def test_it_is_lossless_at_zero_and_known_by_name() -> None:
     model = EagleFSD(TARGET, tiny_head())
     prompt = prompts_of([6])
