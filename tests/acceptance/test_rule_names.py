@@ -333,3 +333,10 @@ def test_names() -> None:
 def test_bad_parameters_are_named(name: str, parameters: dict[str, float], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         build_rule(name, **parameters)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 1.5])
+@pytest.mark.parametrize("guard", ["max_consecutive", "exact_prefix"])
+def test_a_guard_out_of_range_is_refused(guard: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{guard} is {value}"):
+        Fuzzy(0.3, **{guard: value})
