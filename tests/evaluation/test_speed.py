@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -228,8 +230,34 @@ def test_the_stock_target_is_loaded_where_ours_is_packed(monkeypatch: pytest.Mon
     packed = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
     monkeypatch.setattr(script.hub, "load_target", lambda *_: (tiny_model(), None))
     stock = script.stock_target(packed, "tiny")
-    assert stock is not packed.target and stock is script.stock_target(packed, "tiny")
+    assert stock is not packed.target
     assert not any(isinstance(layer, PackedLinear) for layer in stock.model.modules())
+
+
+def test_a_race_loads_the_stock_target_once_and_keeps_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    models: list[weakref.ref[Any]] = []
+
+    def load_engine(_: object) -> EagleFSD:
+        packed = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
+        models.extend(map(weakref.ref, (packed, packed.target, packed.target.held)))
+        return packed
+
+    def load_target(*_: object) -> tuple[Any, None]:
+        stock = tiny_model()
+        models.append(weakref.ref(stock))
+        return stock, None
+
+    monkeypatch.setattr(script, "load_engine", load_engine)
+    monkeypatch.setattr(script.hub, "load_target", load_target)
+    monkeypatch.setattr(script, "encoded_prompts", lambda *_: prompts_of([4]))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    argv = f"--prompts {tmp_path}/a.jsonl --output {tmp_path}/out --max-new-tokens 2 --tree 6/3/2"
+    script.main(f"{argv} --methods hf lookup plain".split())
+    gc.collect()
+    assert len(models) == 4 and [model() for model in models] == [None] * 4
 
 
 def test_a_row_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

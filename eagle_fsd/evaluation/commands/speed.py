@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = encoded_prompts(arguments, engine)
         longest = max(arguments.context or map(len, prompts)) + most
         setting = Setting(most, sampling, tree, arguments.seed, arguments.context is not None, longest)
-        stock = functools.partial(stock_target, engine, arguments.base_model)
+        # Loaded once, and kept no longer than this race.
+        stock = functools.cache(functools.partial(stock_target, engine, arguments.base_model))
         methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         arguments.output.mkdir(parents=True, exist_ok=True)
         names = ("base_model", "ea_model", "draft_vocab_size")
@@ -130,7 +131,6 @@ def mean_likelihood(
     return {"log_likelihood": sum(known) / len(known) if known else None}
 
 
-@functools.cache
 def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
     """Load the target as Hugging Face does; the engine's own serves where nothing of it is packed."""
     if not backend_names(engine.target.held):
