@@ -86,14 +86,21 @@ def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any
 
     extensions: of the converter, for operators that it does not know. The converter silences the root logger,
     and a failed conversion does not undo that. It is undone here.
+
+    The converter lets torch trace a network several times by default, and compare. That takes most of the
+    time, and torch keeps every trace until the process ends: 50 MB each of SmolLM2-135M's decoder. So it is
+    traced once; what a target computes is compared when its graph is compiled (see target.admission).
     """
     import openvino
+    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
     silence_telemetry()
     root = logging.getLogger()
     level, filters, handlers = root.level, root.filters[:], root.handlers[:]
     try:
-        return openvino.convert_model(network, example_input=examples, extension=list(extensions) or None)
+        once = {"check_trace": False}
+        decoder = TorchScriptPythonDecoder(network, example_input=examples, trace_kwargs=once)
+        return openvino.convert_model(decoder, extension=list(extensions) or None)
     finally:
         root.setLevel(level)
         root.filters[:], root.handlers[:] = filters, handlers

@@ -77,3 +77,17 @@ def test_the_converter_sends_nothing_about_a_users_models(monkeypatch: pytest.Mo
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     library.convert(torch.nn.Linear(2, 3), (torch.zeros(1, 2),))
     assert resource.getrusage(resource.RUSAGE_CHILDREN) == children
+
+
+def test_a_network_is_traced_once() -> None:
+    """Torch keeps all traces, with the stack of Python at each node, for as long as the process lives."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    calls = []
+
+    class Counting(torch.nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            calls.append(rows.shape)
+            return rows + 1
+
+    library.convert(Counting(), (torch.zeros(1, 2),))
+    assert len(calls) == 1
