@@ -5,6 +5,7 @@ The record is private: it holds the whole command line. `public_command` removes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -118,6 +119,17 @@ def cores() -> int | None:
     at each start.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory that the processes of this machine or container share; None if unknown."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # Windows has no such call
+        return None
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def commit() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import sys
@@ -17,7 +18,7 @@ import torch
 import transformers
 
 from eagle_fsd.core.checks import one_line, require_choice
-from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve_dtype
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
@@ -110,19 +111,30 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
     origin = find_gguf_origin(source) if weights_cache else None
     if origin is not None and (folder := find(origin, usable_dtypes(settings.dtype))):
         show_progress(f"loading {source.name} from its converted weights in {folder} ...")
-        try:
-            loaded = load_files(TargetSource(source.name, folder), settings)
-            if is_whole(folder):  # otherwise another process has deleted it meanwhile
-                return restore_name(source, loaded)
-        except ValueError:
-            if is_whole(folder):
-                raise
+        if (loaded := load_kept(source, folder, settings)) is not None:
+            return loaded
     show_progress(f"converting {source.gguf_file} ...")
     loaded = load_files(source, settings)
     # With a device_map some weights may be offloaded, so they cannot be saved from here.
     if origin is not None and settings.device_map is None and (folder := keep_converted(origin, *loaded)):
         show_progress(f"kept the converted weights in {folder} for the next start")
+        if settings.device.type == "cpu" and (kept := load_kept(source, folder, settings)) is not None:
+            # Their memory is the file's, which the system takes back where it is short.
+            loaded = kept
+            gc.collect()
+            release_freed_memory()
     return loaded
+
+
+def load_kept(source: TargetSource, folder: Path, settings: LoadSettings) -> Loaded | None:
+    """Load a .gguf file from its converted weights; None if another process deletes them meanwhile."""
+    try:
+        loaded = load_files(TargetSource(source.name, folder), settings)
+    except ValueError:
+        if is_whole(folder):
+            raise
+        return None
+    return restore_name(source, loaded) if is_whole(folder) else None
 
 
 def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:

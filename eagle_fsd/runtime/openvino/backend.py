@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
-from eagle_fsd.files.provenance import cores
+from eagle_fsd.files.provenance import cores, machine_memory
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import constant_bytes, find_or_make, read, root_folder
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
@@ -39,6 +39,7 @@ from eagle_fsd.runtime.openvino.weight_formats import (
 )
 
 COPIES = 2**30  # bytes that the copies of a network's weights may take, unless two take more
+SHARE = 8  # what part of a machine's memory two copies may take
 LARGE = 2**25  # bytes of weights from which compiling takes as long as many steps
 DRAFT = ("head", "head_fc", "draft_lm_head")  # the names of networks that only draft
 
@@ -172,7 +173,20 @@ def variants_of(
 ) -> Variants:
     """Return a graph's variants. Their number is limited: each keeps a copy of the weights."""
     size = constant_bytes(model)
-    return Variants(compile_for, max(2, min(8, COPIES // max(1, size))), folder, size > LARGE)
+    return Variants(compile_for, copies_of(size, machine_memory()), folder, size > LARGE)
+
+
+def copies_of(size: int, memory: int | None) -> int:
+    """Return how many copies of a graph's weights, of `size` bytes, may serve the sizes that come often.
+
+    memory: of the machine, in bytes; None if unknown. One copy alone would be compiled again and again, for
+    the roots and the trees of one text. So there are two or none: reading a large network's weights takes so
+    long that a graph of open sizes is nearly as fast (eval/SPEED.md, 2026-11-29).
+    """
+    most = min(8, COPIES // max(1, size))
+    if most < 2:
+        return 2 if memory is None or 2 * size <= memory // SHARE else 0
+    return most
 
 
 def product_model(weight: Tensor, bias: Tensor | None) -> Any:

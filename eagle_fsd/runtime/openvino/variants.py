@@ -28,8 +28,9 @@ class Variants:
     those that were named first in the last process. `choose` waits for them, so that no race decides which
     graph computes a text. Of a large graph, other sizes are compiled in a thread when they have come START
     times, and used when they have come SWITCH times: rows that leave a batch bring sizes that do not stay.
-    compile_for: compiles for some sizes, or for all if it is given None. folder: where the graph is kept, if
-    it is. large: whether compiling takes as long as many steps.
+    compile_for: compiles for some sizes, or for all if it is given None. most: 0 means that all sizes are
+    left to the graph whose sizes are open. folder: where the graph is kept, if it is. large: whether
+    compiling takes as long as many steps.
     """
 
     def __init__(
@@ -47,13 +48,15 @@ class Variants:
         self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
         self._unexpected: set[tuple[int, ...]] = set()  # large graphs that are not used before SWITCH
         self._lock = threading.Lock()  # of these dictionaries; nobody compiles under it
-        self._last_time = None if folder is None else read_first(folder)
+        self._last_time = None if folder is None or not most else read_first(folder)
         self._first: tuple[int, ...] | None = None
         if self._last_time is not None:
             self._compile_ahead(self._last_time)
 
     def choose(self, sizes: tuple[int, ...]) -> Any:
         """Return the compiled graph for these sizes, after compiling it if they came often enough."""
+        if not self.most:
+            return self.open
         self._used[sizes] = time.monotonic()
         with self._lock:
             count = self._seen[sizes] = self._seen.get(sizes, 0) + 1
@@ -79,6 +82,8 @@ class Variants:
         again: whether they may come later too, also in the next process. False: they are only measured. A
         graph for these is always compiled, and where there are `most` graphs, it gives way to others.
         """
+        if not self.most:
+            return
         if again:
             self._remember(sizes)
         self._compile_ahead(sizes, again)

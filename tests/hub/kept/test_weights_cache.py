@@ -161,6 +161,21 @@ def test_one_folder_is_kept_of_a_file(gguf: Path, own_folder: Path, conversions:
     assert not [path for path in (own_folder / "weights").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which lists what is mapped")
+def test_weights_are_mapped_from_the_first_start_on(gguf: Path, conversions: list[str]) -> None:
+    """A model that was converted would hold them in memory that the system cannot take back."""
+    for _ in range(2):
+        model, _ = hub.load_target(str(gguf))
+        mapped = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            bounds, _, name = line.partition(" ")
+            if name.endswith("model.safetensors"):
+                mapped.append([int(bound, 16) for bound in bounds.split("-")])
+        weights = list(model.parameters())
+        assert weights and all(any(a <= one.data_ptr() < b for a, b in mapped) for one in weights)
+    assert len(conversions) == 1
+
+
 @pytest.mark.parametrize("turn_off", ["argument", "environment"])
 def test_the_cache_can_be_turned_off(
     turn_off: str, gguf: Path, own_folder: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch

@@ -25,3 +25,19 @@ def test_bfloat16_is_refused_where_openvino_would_end_the_process(
                 OpenVINO(weight_format, threads=threads)
         else:
             assert OpenVINO(weight_format, threads=threads).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("size", "memory", "copies"),
+    [
+        (100, 10**9, 8),  # a small one: the sizes that come often
+        (2**28, 2**33, 4),
+        (2**29, 2**31, 2),
+        (2**30, 2**34, 2),  # a large one, on a machine that has room for two more
+        (2**30, 2**34 - 1, 0),
+        (2**33, 2**36, 0),
+        (2**33, None, 2),
+    ],
+)
+def test_copies_of_a_graph_take_a_part_of_the_memory(size: int, memory: int | None, copies: int) -> None:
+    assert backend.copies_of(size, memory) == copies

@@ -167,3 +167,13 @@ def test_notes_that_cannot_be_written_are_left_out(compiler, tmp_path):
     variants = Variants(compiler, 4, tmp_path / "gone")
     variants.expect((1, 8))
     assert variants.choose((1, 8)) == (1, 8)
+
+
+def test_a_graph_without_copies_serves_all_sizes(compiler, tmp_path):
+    """Also where sizes are expected, or were in the last process."""
+    (tmp_path / FIRST).write_text('{"sizes": [1, 4]}')
+    variants = Variants(compiler, most=0, folder=tmp_path, large=True)
+    variants.expect((1, 8))
+    variants.expect((1, 2), again=False)
+    assert {variants.choose((1, 8)) for _ in range(OFTEN + SWITCH)} == {OPEN}
+    assert not variants.compiled and not compiler.made
