@@ -82,23 +82,28 @@ def round_to_int8(weight: np.ndarray) -> Blocks | None:
     return Blocks(np.rint(blocks / safe[:, :, None]).astype(np.int8), scales, None, 8)
 
 
-def compress(model: Any, encode: Encoder) -> list[Blocks]:
-    """Give the products of an openvino.Model weights in few bits, in place, and return these.
+def compress(model: Any, encode: Encoder) -> int:
+    """Give the products of an openvino.Model weights in few bits, in place, and return how many got them.
 
     Products of one input become one product if their weights are of one kind: fewer, larger ones are faster.
     """
-    groups: dict[tuple[str, int, tuple[int, int, bool]], list[tuple[Any, Blocks]]] = {}
+    inputs: dict[tuple[str, int], list[Any]] = {}
     for node in model.get_ordered_ops():
-        if node.get_type_name() != "MatMul" or (weight := constant_weight(node)) is None:
-            continue
-        if (blocks := encode(weight)) is not None:
+        if node.get_type_name() == "MatMul" and constant_weight(node) is not None:
             rows = node.input_value(0)
-            key = (rows.get_node().get_friendly_name(), rows.get_index(), blocks.kind)
-            groups.setdefault(key, []).append((node, blocks))
-    for products in groups.values():
-        replace_products(products)
+            inputs.setdefault((rows.get_node().get_friendly_name(), rows.get_index()), []).append(node)
+    count = 0
+    while inputs:  # one after the other: the blocks of all of them would take as much memory as the graph
+        _, nodes = inputs.popitem()
+        groups: dict[tuple[int, int, bool], list[tuple[Any, Blocks]]] = {}
+        for node in nodes:
+            if (blocks := encode(constant_weight(node))) is not None:
+                groups.setdefault(blocks.kind, []).append((node, blocks))
+        for products in groups.values():
+            replace_products(products)
+            count += len(products)
     model.validate_nodes_and_infer_types()
-    return [blocks for products in groups.values() for _, blocks in products]
+    return count
 
 
 def constant_weight(node: Any) -> np.ndarray | None:

@@ -125,9 +125,8 @@ def products_model(weights: Sequence[np.ndarray], transposed: Sequence[bool]) ->
 def test_products_of_one_input_become_one(transposed: tuple[bool, bool]) -> None:
     weights = [numbers(8, WIDTH), numbers(24, WIDTH, seed=1)]
     model = products_model(weights, transposed)
-    found = compress(model, round_to_int8)
+    assert compress(model, round_to_int8) == 2
     assert kinds(model).count("MatMul") == 1 and kinds(model).count("VariadicSplit") == 1
-    assert sorted(len(blocks.integers) for blocks in found) == [8, 24]
     x = numbers(2, 3, WIDTH, seed=2)
     for made, weight in zip(compute(model, x), weights, strict=True):
         rounded = round_to_int8(weight)
@@ -144,8 +143,7 @@ def test_products_of_other_kinds_stay_apart() -> None:
         24: random_blocks(24, 4, True, seed=5),
     }
     model = products_model(weights, [True] * 4)
-    found = compress(model, lambda weight: made.get(len(weight)))
-    assert len(found) == 3
+    assert compress(model, lambda weight: made.get(len(weight))) == 3
     # One for the two with offsets, one for their sums, one without, one plain.
     assert kinds(model).count("MatMul") == 4
     x = numbers(1, 3, WIDTH)
@@ -161,7 +159,7 @@ def test_products_of_other_inputs_stay_apart() -> None:
     second = ops.matmul(first, ops.constant(weight), False, True)
     scores = ops.matmul(second, first, False, True)  # not with a constant
     model = openvino.Model([scores], [rows], "chain")
-    assert len(compress(model, round_to_int8)) == 2
+    assert compress(model, round_to_int8) == 2
     assert kinds(model).count("MatMul") == 3
     blocks = round_to_int8(weight)
     assert blocks is not None
