@@ -119,18 +119,18 @@ def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int
         target.expect(1, count, again=False)  # as decoding does
     prompt = torch.arange(context, device=target.device)[None] % target.vocab_size
     room = context + max(nodes)
-    made: list[TargetSession] = []
 
-    def read() -> None:
-        made[:] = [TargetSession(target, 1, room)]
-        made[0].prefill(prompt, [context])
+    def read() -> TargetSession:
+        made = TargetSession(target, 1, room)
+        made.prefill(prompt, [context])
+        return made
 
-    prefill = median_seconds(read, target.device)
-    (session,) = made
+    session = read()
     # The numbers of nodes take turns, as in decoding: some runtimes are slower after another number.
     trees = {count: star_tree(prompt[:, -1], count, target.vocab_size) for count in nodes}
     calls = {count: Call(functools.partial(session.verify, tree)) for count, tree in trees.items()}
     repeats = time_in_turn(calls, target.device, RECORDED)
+    prefill = median_seconds(read, target.device)  # now that all graphs are compiled, which takes all cores
     reading = (target.weight_bytes + session.cache_bytes) / here.bandwidth
     node = (2 * target.parameter_count + attention_operations(target, context)) / here.rate
     forwards = [Forward(count, reading, count * node, statistics.median(repeats[count])) for count in nodes]
