@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
+from eagle_fsd.cli.arguments import check_early
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, as_utf8, read_messages
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
@@ -182,13 +183,14 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
             "--nproc-per-node N -m eagle_fsd.serve --tp-plan auto ..., whose page is a chat"
         )
     with raise_user_errors():
-        begin_early(args)
         if args.system is not None:
             args.system = as_utf8("--system", args.system)
+        check_adaptation(args)
+        check_early(args)
+        begin_early(args)
         conversation = Conversation(args)
         conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
-            check_adaptation(args)
             model = load_model(args)
             adapter = make_adapter(args, model)
     at_terminal = sys.stdin.isatty() and out.isatty()
@@ -200,6 +202,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         tell(f"{model.base_model}: /help lists the commands{legend}")
     try:
         Chat(model, conversation, out, coloured, adapter).run()
+        HEAD_START.end(complete=True)
     finally:
         with raise_user_errors():
             save_adapted(args, adapter)

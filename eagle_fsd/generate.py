@@ -20,7 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
-from eagle_fsd.cli.arguments import generation_options, read_prompt_arguments, require_threshold
+from eagle_fsd.cli.arguments import (
+    check_answers,
+    check_early,
+    generation_options,
+    read_prompt_arguments,
+    require_threshold,
+)
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.model_flags import begin_early, without_collector
@@ -207,17 +213,9 @@ def run(args: Namespace, out: TextIO) -> int:
         ranks = join(args, "generate")
         read = partial(read_prompt_arguments, args)
         prompts = read() if ranks is None else ranks.on_rank_0(read)  # stdin is read once
-        if args.baseline and args.stop:
-            raise ValueError("--baseline with --stop: the target alone knows no stop strings; leave one out")
-        if args.raw and args.system is not None:
-            raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
-        if args.raw and args.chat_template_args:
-            raise ValueError(
-                "--chat-template-args with --raw: a raw prompt has no chat template; leave one of them out"
-            )
-        if args.logprobs is not None and not args.json:
-            raise ValueError("--logprobs without --json: only that shows them; give both")
+        check_answers(args)
         check_adaptation(args)
+        check_early(args)  # threads that compile would be waited for at the end, even of a mistake
         begin_early(args)
         options = generation_options(args)
         require_threshold(args)
@@ -235,7 +233,9 @@ def run(args: Namespace, out: TextIO) -> int:
         options = replace(options, num_return_sequences=1)
         adapter = make_adapter(args, model)
     try:
-        return answer_prompts(model, encoded, args, options, out, adapter)
+        code = answer_prompts(model, encoded, args, options, out, adapter)
+        HEAD_START.end(complete=True)
+        return code
     finally:
         with raise_user_errors():
             save_adapted(args, adapter)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.cli.arguments import check_early, generation_options
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import with_bad_words
@@ -254,6 +254,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the arguments, load the model, serve until a signal comes, and return the exit code."""
     require_packages()
     with raise_user_errors():
+        check_early(args)
         begin_early(args)
         options = check_arguments(args)
         ranks = join(args, "serve")
@@ -283,7 +284,7 @@ def load(
             model.target.own_defaults, model.target.named_sampling
         )
         settings = make_settings(args, model, options, bound)
-        HEAD_START.end()
+        HEAD_START.end(complete=True)
         return model, settings
 
 

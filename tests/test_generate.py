@@ -668,6 +668,10 @@ MISTAKES = {
         ["--logprobs", "-1", "--json", "x"],
         "error: --logprobs is -1: it must be an integer between 0 and 100; leave it out",
     ),
+    "the same text thrice": (
+        ["--temperature", "0", "--num-return-sequences", "3", "x"],
+        "error: --num-return-sequences is 3 at temperature 0: all would be the same text; give a temperature",
+    ),
     "empty stop": (["--stop", "", "x"], "error: --stop has ''"),
     "nothing drafts": (
         ["--ea-model", "none", "x"],

@@ -20,7 +20,7 @@ from eagle_fsd.acceptance.accept import (
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.acceptance.planned import COSTS, planned_chances
 from eagle_fsd.core.checks import require_choice, require_number
-from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, AutoThreshold, Kind
+from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, AutoThreshold, Kind, require_bound
 
 
 class Threshold(Protocol):
@@ -76,9 +76,7 @@ class Fuzzy:
     cost: str = "tokens"
 
     def __post_init__(self) -> None:
-        require_number(
-            "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
-        )
+        require_bound(self.threshold)
         get_divergence(self.divergence)
         require_choice("child", self.child, CHILDREN)
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")

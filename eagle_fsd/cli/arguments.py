@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, TypeVar
 from eagle_fsd.cli.flag_types import AUTO, NO_HEAD
 from eagle_fsd.cli.processing_flags import processing_options
 from eagle_fsd.core.checks import require_utf8
-from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
+from eagle_fsd.core.config import (
+    AutoThreshold,
+    AutoTree,
+    SamplingConfig,
+    TreeConfig,
+    require_bound,
+    require_different_texts,
+    require_texts,
+)
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
 if TYPE_CHECKING:
@@ -59,11 +67,16 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     """
     from eagle_fsd.acceptance.rule_names import RULES
 
-    by_budget = args.threshold is None and args.quality_budget is not None
-    auto = args.rule == "fuzzy" and (args.threshold == AUTO or by_budget)
+    auto = asks_for_auto(args)
     refuse_flags_of_others(args, AutoThreshold if auto else RULES[args.rule], auto)
     with in_words_of_flags(args, min_p="fuzzy_min_p"):
         return auto_threshold(args) if auto else MAKERS[args.rule](args)
+
+
+def asks_for_auto(args: argparse.Namespace) -> bool:
+    """Return whether the threshold comes from the head's calibration."""
+    by_budget = args.threshold is None and args.quality_budget is not None
+    return args.rule == "fuzzy" and (args.threshold == AUTO or by_budget)
 
 
 def require_threshold(args: argparse.Namespace) -> None:
@@ -215,6 +228,39 @@ def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
         given(args.tree_top_k, usual.top_k),
         given(args.min_confidence, usual.min_confidence),
     )
+
+
+def check_early(args: argparse.Namespace) -> None:
+    """Raise ValueError for values of flags that no model takes, as far as that shows without torch.
+
+    Importing it takes seconds. `generation_options` checks the rest.
+    """
+    sampling = ((name, getattr(args, name)) for name in ("temperature", "top_k", "top_p", "min_p"))
+    texts = getattr(args, "num_return_sequences", 1)
+    with in_words_of_flags(args):
+        require_drafter(args)
+        require_texts(args.max_new_tokens, texts)
+        config = SamplingConfig(**{name: value for name, value in sampling if value is not None})
+        if args.temperature is not None:  # else the model's own is still to come
+            require_different_texts(texts, config)
+        make_tree(args)
+        if asks_for_auto(args):
+            auto_threshold(args)
+        elif args.rule == "fuzzy" and args.threshold is not None:
+            require_bound(args.threshold)
+        if args.seed is not None:
+            parse_stream(args.seed)
+
+
+def check_answers(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags of `generate` that do not go together."""
+    if args.baseline and args.stop:
+        raise ValueError("--baseline with --stop: the target alone knows no stop strings; leave one out")
+    for flag, value in (("--system", args.system), ("--chat-template-args", args.chat_template_args or None)):
+        if args.raw and value is not None:
+            raise ValueError(f"{flag} with --raw: a raw prompt has no chat template; leave one of them out")
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs without --json: only that shows them; give both")
 
 
 def generation_options(args: argparse.Namespace) -> GenerationOptions:

@@ -26,6 +26,11 @@ def require_confidence(value: object) -> None:
     require_number("min_confidence", value, 0.0, 1.0, "0 always verifies the whole tree, 0.05 suits a CPU")
 
 
+def require_bound(value: object) -> None:
+    """Raise ValueError unless `value` is a threshold of a fuzzy rule."""
+    require_number("threshold", value, 0.0, math.inf, "0 is lossless, inf always follows the draft")
+
+
 @dataclass(frozen=True)
 class TreeConfig:
     """The size of a draft tree (EAGLE-2, arXiv 2406.16858), written total_tokens/depth/top_k.
@@ -284,6 +289,21 @@ class AutoThreshold:
         if self.price == 0:
             return f"{words}, price 0"
         return words if self.price or self.cost is None else f"{words}, any price of {self.cost}"
+
+
+def require_texts(max_new_tokens: object, num_return_sequences: object) -> None:
+    """Raise ValueError unless these are the length and the number of the texts that are asked for."""
+    require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
+    require_integer("num_return_sequences", num_return_sequences, 1, "1 is one text of each prompt")
+
+
+def require_different_texts(count: int, sampling: SamplingConfig, name: str = "num_return_sequences") -> None:
+    """Raise ValueError if several texts of a prompt would be the same. name: what the user calls `count`."""
+    if count > 1 and sampling.greedy:
+        raise ValueError(
+            f"{name} is {count} at temperature 0: all would be the same text; give a temperature, or leave "
+            "it out"
+        )
 
 
 FORMS = ("json_schema", "regex", "grammar")

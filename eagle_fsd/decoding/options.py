@@ -21,6 +21,8 @@ from eagle_fsd.core.config import (
     Form,
     SamplingConfig,
     TreeConfig,
+    require_different_texts,
+    require_texts,
 )
 from eagle_fsd.core.padding import as_mask
 from eagle_fsd.core.processing import Constraint, Processing, Processor
@@ -118,8 +120,7 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         for name in SEQUENCES:
             object.__setattr__(self, name, kept(getattr(self, name)))
-        require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
-        require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
+        require_texts(self.max_new_tokens, self.num_return_sequences)
         if self.min_new_tokens is not None:
             remedy = "lower it, or raise max_new_tokens above it"
             require_integer("min_new_tokens", self.min_new_tokens, 0, remedy, self.max_new_tokens)
@@ -215,11 +216,7 @@ class GenerationOptions:
 
     def require_different_texts(self, name: str = "num_return_sequences") -> None:
         """Raise ValueError if several texts of a prompt would be the same. name: what the user calls it."""
-        if self.num_return_sequences > 1 and self.sampling.greedy:
-            raise ValueError(
-                f"{name} is {self.num_return_sequences} at temperature 0: all would be the same text; give a "
-                "temperature, or leave it out"
-            )
+        require_different_texts(self.num_return_sequences, self.sampling, name)
 
     def with_defaults(
         self, defaults: Mapping[str, Any], named_sampling: Mapping[str, Any] = MappingProxyType({})

@@ -76,10 +76,12 @@ class HeadStart:
                 return None
         return found.result()
 
-    def end(self) -> None:
+    def end(self, complete: bool = False) -> None:
         """Note what was asked for, for the next start, and drop what nobody took.
 
-        If that was nothing, as where torch turned out to be faster, the next start has no head start.
+        complete: whether the program has done what it was started for. If it asked for nothing then, as where
+        torch turned out to be faster, the next start has no head start. A program that ended before, as by a
+        mistake in its flags, may have asked for too little: it adds to the note and takes nothing away.
         """
         with self._lock:
             asked, note = [one for one in self._asked if is_usual(one)], self._note
@@ -88,9 +90,12 @@ class HeadStart:
             self._ahead, self._asked, self._note = {}, {}, None
         if note is not None and len(asked) <= MOST:
             with contextlib.suppress(OSError):
+                known = read_note(note)
+                if not (complete or set(asked) > set(known)):
+                    return
                 if not asked:
                     note.unlink(missing_ok=True)
-                elif asked != read_note(note):
+                elif asked != known:
                     write_atomically(note, json.dumps({"graphs": [asdict(one) for one in asked]}) + "\n")
 
     def _work(self, waiting: Iterator[tuple[Compiling, Future[Any]]]) -> None:

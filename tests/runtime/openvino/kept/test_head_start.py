@@ -51,7 +51,7 @@ class Program:
     def answer(self) -> list[int]:
         model = EagleFSD(TargetModel(tiny_model("llama"), runtime=OpenVINO("float32")), tiny_head())
         made = model.generate(prompts_of([6], seed=1), max_new_tokens=12, tree=TREE).new_tokens[0]
-        self.start.end()
+        self.start.end(complete=True)
         return made
 
 
@@ -78,8 +78,28 @@ def test_a_program_that_needs_no_graphs_forgets_them(cache: Path) -> None:
     run()
     start = HeadStart()
     start.begin(FLAGS)
-    start.end()  # torch was faster, say
+    start.end(complete=True)  # torch was faster, say
     assert list((cache / "graphs").glob("start-*.json")) == []
+
+
+def test_a_program_that_ended_early_takes_nothing_from_the_note(cache: Path) -> None:
+    run()
+    [note] = (cache / "graphs").glob("start-*.json")
+    before, known = note.read_text(), read_note(note)
+    for asked in ([], known[:1]):
+        start = HeadStart()
+        start.begin(FLAGS)
+        for one in asked:
+            start.take(one)
+        start.end()  # a prompt was too long, say
+        assert note.read_text() == before
+    more = [*known, Compiling("decoder-1", ("[?,?,8]",), "f32", False, 1)]
+    start = HeadStart()
+    start.begin(FLAGS)
+    for one in more:
+        start.take(one)
+    start.end()
+    assert read_note(note) == more
 
 
 def test_other_flags_have_a_note_of_their_own(cache: Path) -> None:
@@ -208,11 +228,40 @@ def test_the_command_line_begins_before_it_imports_and_ends_whatever_comes(
             json.dumps(arguments)
             calls.append("begin")
 
-        def end(self) -> None:
-            calls.append("end")
+        def end(self, complete: bool = False) -> None:
+            calls.append("complete" if complete else "end")
 
     monkeypatch.setattr(model_flags, "HEAD_START", recorder := Recorder())
     monkeypatch.setattr(generate, "HEAD_START", recorder)
     assert generate.main([*flags.split(), "--base-model", "/nowhere", "Hello"]) == 2
     assert calls == ["begin"] * begins + ["end"]
     assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["generate", "chat", "serve"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--top-p 0",
+        "--temperature -1",
+        "--max-new-tokens 0",
+        "--total-tokens 0",
+        "--threshold auto --quality-budget 2",
+        "--threshold -1",
+    ],
+)
+def test_a_mistake_in_a_flag_begins_nothing_and_imports_no_torch(
+    cache: Path, program: str, flags: str
+) -> None:
+    """Threads that compile would be waited for."""
+    code = (
+        f"import sys\nfrom eagle_fsd.{program} import main\n"
+        "from eagle_fsd.runtime.openvino.kept.head_start import HeadStart\n"
+        "HeadStart.begin = lambda self, arguments: sys.exit('it began')\n"
+        f"code = main({[*flags.split(), *(['Hello'] if program == 'generate' else [])]!r})\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
+    )
+    if program == "serve":
+        pytest.importorskip("fastapi", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and flags.split()[-2] in done.stderr
