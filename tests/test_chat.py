@@ -332,7 +332,7 @@ def test_mistakes_in_the_flags_end_in_one_line(
 ) -> None:
     assert say(monkeypatch, "", "--threshold", "-1") == 2
     told = capsys.readouterr().err
-    assert "threshold is -1" in told and told.count("\n") == 1
+    assert "error: --threshold is -1" in told and told.count("\n") == 1
 
 
 def test_messages_of_several_lines() -> None:
@@ -388,7 +388,7 @@ def test_a_threshold_takes_a_budgets_place() -> None:
     conversation = Conversation(chat.build_parser().parse_args(["--quality-budget", "0.05"]))
     assert conversation.command("/threshold 0.3").startswith("threshold 0.3: ")
     assert conversation.options.rule == Fuzzy(0.3)
-    with pytest.raises(ValueError, match="threshold is -1"):
+    with pytest.raises(ValueError, match="^threshold is -1"):
         conversation.command("/threshold -1")
     assert conversation.options.rule == Fuzzy(0.3)
     assert conversation.command("/threshold auto").endswith("the calibrated rule of the budget 0.05")

@@ -55,7 +55,7 @@ def in_words_of_flags(args: argparse.Namespace, **renamed: str) -> Iterator[None
         flags = {**RENAMED, **renamed}
         name = next((name for name in flags if text.startswith(f"{name} ")), text.partition(" ")[0])
         flag = flags.get(name, name)
-        if hasattr(args, flag) and flag != "threshold":  # which a command of the chat sets as well
+        if hasattr(args, flag):
             text = f"--{flag.replace('_', '-')}{text[len(name) :]}"
         raise ValueError(re.sub(r"; None [^;]*$", "; leave it out", text)) from error
 

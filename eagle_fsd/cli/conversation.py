@@ -98,7 +98,7 @@ class Conversation:
                 raise ValueError(
                     f"threshold is {text!r}: it must be a number of at least 0, or auto"
                 ) from error
-            raise
+            raise ValueError(str(error).removeprefix("--")) from error  # it came by the command, no flag
         means = "larger is faster and less exact"
         if isinstance(rule, AutoThreshold):
             means = f"the calibrated rule of the budget {rule.quality_budget:g}"
