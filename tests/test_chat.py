@@ -388,7 +388,7 @@ def test_a_threshold_takes_a_budgets_place() -> None:
     conversation = Conversation(chat.build_parser().parse_args(["--quality-budget", "0.05"]))
     assert conversation.command("/threshold 0.3").startswith("threshold 0.3: ")
     assert conversation.options.rule == Fuzzy(0.3)
-    with pytest.raises(ValueError, match="^threshold is -1"):
+    with pytest.raises(ValueError, match=r"^threshold is -1"):
         conversation.command("/threshold -1")
     assert conversation.options.rule == Fuzzy(0.3)
     assert conversation.command("/threshold auto").endswith("the calibrated rule of the budget 0.05")

@@ -1,13 +1,17 @@
 """`eagle-fsd`: one command with subcommands. Where the first word names none, it is `eagle-fsd generate`.
 
+A first word that is nearly a command is refused: a model would answer a slip of the fingers.
+
 Nothing large is imported before a command is known, so that every list of commands shows at once, without
 torch.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
@@ -16,6 +20,7 @@ from eagle_fsd.core.checks import report_interrupt
 PROGRAM = "eagle-fsd"
 USAGE = 2  # the exit code of a user's mistake
 HELP = ("-h", "--help")
+LEAST_LIKENESS = 0.7  # of a mistyped word to a command: sever has it to serve
 
 
 class Command(NamedTuple):
@@ -112,6 +117,15 @@ def run(name: str, command: Command, arguments: Sequence[str]) -> int:
         sys.argv = before
 
 
+def refuse_word(word: str, near: str) -> int:
+    """Say that a word is no command, which one is near, and how to ask it as a prompt."""
+    sys.stderr.write(
+        f"{PROGRAM}: error: {word!r} is no command: it must be one of {', '.join(COMMANDS)}; write {near}, "
+        f"or {PROGRAM} generate {shlex.quote(word)} to ask it as a prompt\n"
+    )
+    return USAGE
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Find the command that the first words name, and run it with the rest."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -120,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_commands(name, commands)
     entry = commands.get(words[0]) if words else None
     if entry is None:
+        if words and (near := get_close_matches(words[0].lower(), COMMANDS, 1, LEAST_LIKENESS)):
+            return refuse_word(words[0], near[0])
         return run(PROGRAM, COMMANDS["generate"], words)
     name, words = f"{name} {words[0]}", words[1:]
     if isinstance(entry, Command):

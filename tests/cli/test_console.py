@@ -59,7 +59,11 @@ def test_lists_name_every_command_and_import_no_torch() -> None:
         (["generate", "train"], ["train"]),
         (["--threshold", "0.3", "train"], ["--threshold", "0.3", "train"]),
         (["generate", "--help"], ["--help"]),
-        (["training", "day"], ["training", "day"]),
+        (["sunny", "day"], ["sunny", "day"]),
+        (["bogus"], ["bogus"]),
+        (["serve me well"], ["serve me well"]),
+        (["generate", "sever"], ["sever"]),
+        (["--prompt", "sever"], ["--prompt", "sever"]),
     ],
 )
 def test_what_is_no_command_is_for_generate(
@@ -77,11 +81,19 @@ def test_what_is_no_command_is_for_generate(
     [
         (["train"], "eagle-fsd train: error: no command is given: it must be one of synthesize, text, "),
         (["train", "haed"], "eagle-fsd train: error: 'haed' is no command: it must be one of synthesize, "),
+        (
+            ["sever"],
+            "eagle-fsd: error: 'sever' is no command: it must be one of generate, chat, serve, train, "
+            "eval, storage; write serve, or eagle-fsd generate sever to ask it as a prompt\n",
+        ),
+        (["Chat", "--seed", "1"], "eagle-fsd: error: 'Chat' is no command: "),
+        (["trian", "head"], "eagle-fsd: error: 'trian' is no command: "),
     ],
 )
 def test_a_wrong_command_is_a_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generate, "main", lambda argv: pytest.fail("no model is to answer"))
     assert console.main(words) == 2
     said = capsys.readouterr()
     assert said.err.startswith(message) and said.err.count("\n") == 1 and not said.out
