@@ -630,6 +630,17 @@ MISTAKES = {
     "two prompts": (["a", "--prompt", "b"], "not allowed with"),
     "no such file": (["--prompt-file", "/does/not/exist"], "/does/not/exist"),
     "unknown flag": (["x", "--fast"], "--fast"),
+    "half a flag": (
+        ["--temp", "0.5", "x"],
+        "error: unrecognized arguments: --temp; did you mean --temperature? (--help lists the flags)",
+    ),
+    "half of two flags": (["--top=3", "x"], "arguments: --top; did you mean --top-k or --top-p? ("),
+    "mistyped flag": (["--max-tokens", "5", "x"], "--max-tokens; did you mean --max-new-tokens? ("),
+    "flag like no other": (["--zzz", "x"], "error: unrecognized arguments: --zzz (--help lists the flags)"),
+    "prompt without quotes": (
+        ["Name", "three", "rivers"],
+        "error: unrecognized arguments: three rivers; put the prompt in quotes (--help lists the flags)",
+    ),
     "raw system": (["--raw", "--system", "s", "x"], "--system"),
     "negative threshold": (["--threshold", "-0.1", "x"], "error: --threshold is -0.1"),
     "NaN threshold": (["--threshold", "nan", "x"], "error: --threshold is nan"),

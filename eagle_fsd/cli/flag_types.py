@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
@@ -41,10 +42,34 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the flags. What a preset says are defaults, which other flags override."""
         given = {} if namespace is None else dict(vars(namespace))
-        found = super().parse_args(args, argparse.Namespace(**given))
+        found, unknown = self.parse_known_args(args, argparse.Namespace(**given))
+        if unknown:
+            self.refuse(unknown)
         if getattr(found, "preset", None) is not None:  # what a namespace holds is a default to argparse
-            found = super().parse_args(args, argparse.Namespace(**{**PRESETS[found.preset], **given}))
+            found, _ = self.parse_known_args(args, argparse.Namespace(**{**PRESETS[found.preset], **given}))
         return found
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Name the arguments that no flag takes, and what was probably meant.
+
+        If there are flags among them, other words are likely to be their values, or a prompt in whose place
+        such a value was taken.
+        """
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not flags:
+            of_prompt = any(action.dest == "text" for action in self._get_positional_actions())
+            remedy = "put the prompt in quotes" if of_prompt else "leave them out"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
+        known = [name for action in self._actions for name in action.option_strings]
+        near = [name for flag in flags for name in nearest(flag, known)]
+        remedy = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+        self.error(f"unrecognized arguments: {' '.join(flags)}{remedy}")
+
+
+def nearest(flag: str, known: Sequence[str]) -> list[str]:
+    """Return the flags that a wrong one may stand for: those that it begins, else the one most like it."""
+    begun = [name for name in known if name.startswith(flag) and flag.startswith("--") and flag != "--"]
+    return begun[:3] or get_close_matches(flag, known, 1)
 
 
 def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
