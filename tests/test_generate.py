@@ -243,6 +243,30 @@ def test_stdin(model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch:
     assert prompts_seen(model) == ["Why?\nWhy not?", "And now?"]
 
 
+def test_what_is_piped_in_is_the_prompt_where_none_is_given(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"Name three rivers.\n"))
+    monkeypatch.setattr(sys, "stdin", piped)
+    assert run(capsys, "--raw", "Why?")[0] == 0  # it is left alone
+    assert run(capsys, "--raw")[0] == 0
+    assert prompts_seen(model) == ["Why?", "Name three rivers."]
+
+
+def test_a_stdin_without_text_is_no_prompt(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(b"typed\n"))
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    for stdin in (None, io.TextIOWrapper(io.BytesIO(b"")), io.TextIOWrapper(io.BytesIO(b" \n")), terminal):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, _, err = run(capsys)
+        assert code == 2 and err == (
+            "python -m eagle_fsd.generate: error: no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, "
+            "or - for stdin\n"
+        )
+
+
 def test_prompt_files(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     text, lines = tmp_path / "one.txt", tmp_path / "many.jsonl"
     text.write_text("Two\nlines\n", encoding="utf-8")

@@ -307,8 +307,18 @@ def parse_stream(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
+def read_piped() -> bytes:
+    """Return what is piped into the program: nothing from a terminal, or from a stdin that cannot be read."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return b""
+    try:
+        return sys.stdin.buffer.read()
+    except OSError:  # it is open for writing only, say
+        return b""
+
+
 def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the prompts that the arguments name, without a final newline.
+    """Return the prompts that the arguments name, or else what is piped in, without a final newline.
 
     Raises ValueError if there is none, or one is blank or no text.
     """
@@ -316,13 +326,14 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
         prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
     else:
         given = args.prompt if args.prompt is not None else args.text
-        if given is None:
-            raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
         prompts, origin = [given], "the command line"
-        if given == "-":
-            if sys.stdin is None:
-                raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
-            prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
+        if given == "-" and sys.stdin is None:
+            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
+        if given in (None, "-"):
+            text = sys.stdin.buffer.read() if given else read_piped()
+            if given is None and not text.strip():
+                raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
+            prompts, origin = [decode_text(text, "stdin")], "stdin"
     if not prompts:
         raise ValueError(f"{origin} holds no prompt: it must hold at least one")
     for number, prompt in enumerate(prompts, 1):

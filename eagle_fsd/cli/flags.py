@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("generate", DESCRIPTION, EPILOG)
     group = parser.add_argument_group("prompt (one of the three)")
     source = group.add_mutually_exclusive_group()
-    source.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - reads it from stdin")
+    source.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; -, or none with a pipe: stdin")
     source.add_argument("--prompt", metavar="TEXT", help="the same, as a flag")
     source.add_argument(
         "--prompt-file",
