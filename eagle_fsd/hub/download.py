@@ -43,9 +43,10 @@ TOKENIZER_FILES = (
 CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.json")
 # A plain file name, which cannot reach another folder on any system.
 PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
-OFFLINE = "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
+OFFLINE = "is not in the cache, or not whole: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
 UNREACHABLE = (
-    "is not whole in the cache and the Hub cannot be reached: it needs one; connect, or give a folder"
+    "is not in the cache, or not whole, and the Hub cannot be reached: it must be downloaded first; "
+    "connect to the network, or give a folder"
 )
 # The client's own transport errors (httpx, whichever major version it uses) share this base.
 DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))

@@ -47,6 +47,12 @@ HEAD_CONFIG = HeadConfig(WIDTH, 32, 2, 1, 8, VOCAB)
 Edit = Callable[[dict[str, Tensor]], object]
 
 
+UNREACHABLE = (
+    "is not in the cache, or not whole, and the Hub cannot be reached: it must be downloaded first; "
+    "connect to the network, or give a folder"
+)
+
+
 def one_line_error(call: Callable[[], object], *words: str) -> None:
     """`call` raises a ValueError of one readable line, with its reason, that says all of `words`."""
     with pytest.raises(ValueError) as caught:
@@ -1036,9 +1042,14 @@ def test_without_the_hub_half_a_download_is_said_to_be_one(
         (repository / "snapshots" / commit / name).write_bytes(data)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     read = hub.resolve_target if kind == "target" else partial(hub.resolve_head, base_model="any")
-    one_line_error(lambda: read("owner/half"), "owner/half", "not whole in the cache", "cannot be reached")
+    one_line_error(lambda: read("owner/half"), "owner/half", UNREACHABLE)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    one_line_error(lambda: read("owner/half"), "owner/half", "not whole in the cache", "HF_HUB_OFFLINE")
+    one_line_error(
+        lambda: read("owner/half"),
+        "owner/half",
+        "is not in the cache, or not whole: offline",
+        "HF_HUB_OFFLINE",
+    )
 
 
 def test_weights_are_fetched_only_where_they_are_read(client: FakeHub, tiny: Path) -> None:
@@ -1203,7 +1214,9 @@ def test_a_calibration_is_fetched_with_its_head_and_its_absence_costs_no_request
         assert hub.resolve_head("owner/known", "any").folder == folder and not caplog.records
         (folder / "calibration.json").unlink()
         load("owner/known")
-        said = "no calibration.json: draft head 'owner/known' is not whole in the cache" in caplog.text
+        said = (
+            "no calibration.json: draft head 'owner/known' is not in the cache, or not whole" in caplog.text
+        )
         assert said == hasattr(huggingface_hub.errors, "IncompleteSnapshotError")  # older clients cannot tell
     assert (hub.resolve_head("owner/known", "any").folder / "calibration.json").is_file()
 
