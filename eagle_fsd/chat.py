@@ -112,7 +112,7 @@ class Chat:
             with defer_interrupt() as stop:
                 stream = self.model.stream(input_ids, options=options)  # measures the tree if it is auto
                 self.trees[by_budget] = stream.tree
-                answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
+                answer = Answer.of(input_ids.shape[1], stream, options)
                 answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
                 with contextlib.closing(iter(stream)) as steps:
                     for token_ids in steps:

@@ -82,7 +82,7 @@ def answer_prompt(
 
     with raise_user_errors():
         stream = model.stream(input_ids, options=options)  # measures the tree if it is auto
-    answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
+    answer = Answer.of(input_ids.shape[1], stream, options)
     if stream.seed is not None:
         answer.seed = "/".join(map(str, options.seed[0]))
     answer.ignored_defaults = ", ".join(model.target.ignored_defaults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ from eagle_fsd import (
     generate,
 )
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
-from eagle_fsd.cli.answer_report import JSON_KEYS
+from eagle_fsd.cli.answer_report import JSON_KEYS, Answer, summary
 from eagle_fsd.cli.arguments import make_rule, make_tree
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.config import AutoThreshold
@@ -376,9 +377,31 @@ def test_a_plan_says_its_price(model: ScriptedModel, capsys: pytest.CaptureFixtu
     flags = ("--threshold", "inf", "--mode", "swap", "--price", "2.5")
     record = json.loads(run(capsys, "--json", *flags, "Hello?")[1])
     assert (record["price"], record["cost"], record["mode"]) == (2.5, "tokens", "swap")
-    assert "js <= inf swap, price 2.5 of tokens, tree" in run(capsys, *flags, "Hello?")[2]
-    assert "price inf of tokens" in run(capsys, "--threshold", "0.3", "--price", "inf", "Hello?")[2]
+    assert ", 0 fuzzy accepts, plan, price 2.5 of tokens, tree" in run(capsys, *flags, "Hello?")[2]
+    flags = ("--threshold", "0.3", "--price", "inf", "--cost", "divergence")
+    assert "plan, price inf of js, js <= 0.3 hybrid, tree" in run(capsys, *flags, "Hello?")[2]
     assert "price" not in json.loads(run(capsys, "--json", "--threshold", "0.3", "Hello?")[1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked", "words"),
+    [
+        (Fuzzy(math.inf, price=3.5), AutoThreshold(0.02), "plan, price 3.5 of tokens (budget 0.02)"),
+        (Fuzzy(math.inf, price=3.5), None, "plan, price 3.5 of tokens"),
+        (Fuzzy(0.3), AutoThreshold(0.05), "js <= 0.3 hybrid (budget 0.05)"),
+        (Lossless(), AutoThreshold(0.05), "lossless"),
+        (Cactus(), None, "cactus"),
+    ],
+)
+def test_a_summary_names_the_rule_and_its_budget(
+    rule: AcceptanceRule, asked: AutoThreshold | None, words: str
+) -> None:
+    stats = GenerationStats()
+    stats.record(2, exact=0, fuzzy=1)
+    stream = SimpleNamespace(stats=stats, tree=TreeConfig(), rule=rule)
+    line = summary(Answer.of(3, stream, GenerationOptions(rule=asked)))
+    kind = "relaxed" if rule == Cactus() else "fuzzy"
+    assert line.endswith(f", 1 {kind} accept, {words}, tree 16/5/8")
 
 
 def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
     from eagle_fsd.core.stats import GenerationStats
+    from eagle_fsd.decoding.options import GenerationOptions
+    from eagle_fsd.decoding.outputs import TokenStream
     from eagle_fsd.decoding.request import TokenLogprob
     from eagle_fsd.engine import EagleFSD
 
@@ -41,6 +43,13 @@ class Answer:
     memory: list[dict[str, int]] | None = None  # of each rank, if the target is split
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
+    budget: float | None = None  # of quality, if the rule was found by one
+
+    @classmethod
+    def of(cls, prompt_tokens: int, stream: TokenStream, options: GenerationOptions) -> Answer:
+        """Return the answer that a stream will give: it has no token yet."""
+        budget = getattr(options.rule, "quality_budget", None)
+        return cls(prompt_tokens, stream.stats, str(stream.tree), stream.rule, budget=budget)
 
     @property
     def finish_reason(self) -> str | None:
@@ -107,18 +116,11 @@ def summary(answer: Answer) -> str:
 
     For example: `128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`.
     """
-    from eagle_fsd.acceptance.rule_names import rule_fields
-
     stats = answer.stats
-    fields = rule_fields(answer.rule)
-    if fields["divergence"] and fields["threshold"]:
-        name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode'] or fields['rule']}"
-        name += f", price {float(fields['price']):g} of {fields['cost']}" if "price" in fields else ""
-    else:
-        name = "lossless" if fields["threshold"] == 0 else fields["rule"]
+    name, has_threshold = name_rule(answer)
+    accepts = f"{'fuzzy' if has_threshold else 'relaxed'} accept{'s' * (stats.fuzzy_accepts != 1)}"
     line = format_speed(stats, len(answer.token_ids))
-    accepts = "relaxed" if fields["threshold"] is None else "fuzzy"
-    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}, tree {answer.tree}"
+    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts}, {name}, tree {answer.tree}"
     if answer.seed is not None:
         line += f", seed {answer.seed}"
     if answer.interrupted:
@@ -129,6 +131,25 @@ def summary(answer: Answer) -> str:
         line += f"; target alone{without}: {format_speed(answer.baseline, len(answer.baseline_ids))}, {same}"
         line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
     return line
+
+
+def name_rule(answer: Answer) -> tuple[str, bool]:
+    """Return a rule as the summary names it, and whether it has a threshold.
+
+    A plan is told by its price, and by a threshold only if that is below inf.
+    """
+    from eagle_fsd.acceptance.rule_names import rule_fields
+
+    fields = rule_fields(answer.rule)
+    threshold, divergence = fields["threshold"], fields["divergence"]
+    if not (divergence and threshold):
+        return "lossless" if threshold == 0 else fields["rule"], threshold is not None
+    limit = f"{divergence} <= {threshold} {fields['mode'] or fields['rule']}"
+    if "price" in fields:
+        paid = divergence if fields["cost"] == "divergence" else fields["cost"]
+        plan = f"plan, price {float(fields['price']):g} of {paid}"
+        limit = plan if threshold == "inf" else f"{plan}, {limit}"
+    return limit if answer.budget is None else f"{limit} (budget {answer.budget:g})", True
 
 
 def format_speed(stats: GenerationStats, tokens: int) -> str:
