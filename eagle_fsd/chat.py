@@ -1,7 +1,8 @@
 """`python -m eagle_fsd.chat`: a chat in the terminal, coloured by how every token came.
 
 stdout carries the answers; everything else goes to stderr. Without a terminal there are no colours and no
-prompts, so that messages may be piped in, one a line. Exit codes: 0; 2 for a user's mistake in the flags.
+prompts, so that messages may be piped in, one a line. Exit codes: 0; 2 for a user's mistake in the flags, or
+a stdout that takes no more; 141 if the reader of stdout went away.
 """
 
 from __future__ import annotations
