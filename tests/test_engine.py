@@ -787,6 +787,10 @@ BAD = {
         "input_ids holds torch.float32: .* integers; tokenize",
     ),
     "ids in an object": (generate(input_ids=[{}]), "input_ids is a list, not a tensor .*; tokenize a prompt"),
+    "all that a tokenizer returns": (
+        generate(input_ids=transformers.BatchEncoding({"input_ids": torch.tensor([[1, 2]])})),
+        r"^input_ids is a BatchEncoding, not a .*; pass what a tokenizer returns as \*\*encoded, or its enc",
+    ),
     "end token of halves": (generate(eos_token_id=2.5), "eos_token_id is 2.5: it must be one token id or a"),
     "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     "end token past the vocabulary": (generate(eos_token_id=-1), "eos_token_id is -1"),

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
 BROKEN_PIPE = 141  # and to what wrote to a reader that is gone
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
+# Hugging Face's names that are most like another option than the one that does the same.
+MEANT = {"stopping_criteria": "stop_strings"}
 
 
 class Dataclass(Protocol):
@@ -166,7 +168,8 @@ def override(
     known = [field.name for field in fields(kind)]
     for name in keywords:
         if name not in known:
-            near = get_close_matches(name, [*known, *others], 1, LEAST_LIKENESS)
+            meant = [MEANT[name]] if MEANT.get(name) in known else []
+            near = meant or get_close_matches(name, [*known, *others], 1, LEAST_LIKENESS)
             remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
             raise ValueError(
                 f"{name} is not an option: the keywords are the fields of {kind.__name__}; {remedy}"

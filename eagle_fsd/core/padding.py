@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ def on_device(values: Sequence[int], device: torch.device) -> Tensor:
 
 def as_ids(input_ids: object) -> Tensor:
     """Return token ids as an int64 tensor. Raises ValueError if they are not integers."""
+    if isinstance(input_ids, Mapping):
+        raise ValueError(
+            f"input_ids is a {type(input_ids).__name__}, not a tensor of token ids: it must be [B, L]; pass "
+            'what a tokenizer returns as **encoded, or its encoded["input_ids"]'
+        )
     rows = plain_rows(input_ids)
     if len(widths := dict.fromkeys(len(row) for row in rows if isinstance(row, list | tuple))) > 1:
         raise ValueError(

@@ -122,6 +122,7 @@ def test_an_unknown_keyword_is_named() -> None:
     """And the option that is written most like it."""
     model, prompt = engine(), prompts_of([5])
     named = {"max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "topk": "top_k"}
+    named["stopping_criteria"] = "stop_strings"  # json_schema is written more like it
     for name, meant in named.items():
         with pytest.raises(
             ValueError, match=rf"^{name} is not an option: .*; write {meant}, or leave it out$"
