@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny_engine import tiny_engine
 from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, TreeConfig, generate
+from eagle_fsd import EagleFSD, TreeConfig, chat, generate
 from eagle_fsd.cli import model_flags
 from eagle_fsd.files.kept_folders import OFF
 from eagle_fsd.runtime.openvino import backend, library
@@ -215,12 +217,8 @@ def test_it_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "begins"), [("", True), ("--runtime torch", False), ("--device-map auto", False)]
-)
-def test_the_command_line_begins_before_it_imports_and_ends_whatever_comes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, begins: bool
-) -> None:
+def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which this process's head start adds what is asked of it."""
     calls: list[str] = []
 
     class Recorder:
@@ -231,11 +229,32 @@ def test_the_command_line_begins_before_it_imports_and_ends_whatever_comes(
         def end(self, complete: bool = False) -> None:
             calls.append("complete" if complete else "end")
 
-    monkeypatch.setattr(model_flags, "HEAD_START", recorder := Recorder())
-    monkeypatch.setattr(generate, "HEAD_START", recorder)
+    recorder = Recorder()
+    for module in (model_flags, generate, chat):
+        monkeypatch.setattr(module, "HEAD_START", recorder)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("flags", "begins"), [("", True), ("--runtime torch", False), ("--device-map auto", False)]
+)
+def test_the_command_line_begins_before_it_imports_and_ends_whatever_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, begins: bool
+) -> None:
+    calls = recorded_calls(monkeypatch)
     assert generate.main([*flags.split(), "--base-model", "/nowhere", "Hello"]) == 2
     assert calls == ["begin"] * begins + ["end"]
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_a_program_that_did_its_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls(monkeypatch)
+    for module in (generate, chat):
+        monkeypatch.setattr(module, "load_model", lambda args: tiny_engine())
+    assert generate.main(["--max-new-tokens", "3", "--total-tokens", "4", "Hi"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    assert chat.main(["--max-new-tokens", "3", "--total-tokens", "4"]) == 0
+    assert calls == ["begin", "complete", "end"] * 2
 
 
 @pytest.mark.parametrize("program", ["generate", "chat", "serve"])
