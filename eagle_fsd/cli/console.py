@@ -117,6 +117,19 @@ def run(name: str, command: Command, arguments: Sequence[str]) -> int:
         sys.argv = before
 
 
+def nearly_a_command(word: str) -> str | None:
+    """Return the command that a mistyped word stands for, if there is one.
+
+    It begins as the command does, or has the same letters in another order: "what" is like chat, and a word
+    that prompts begin with.
+    """
+    word = word.lower()
+    for near in get_close_matches(word, COMMANDS, len(COMMANDS), LEAST_LIKENESS):
+        if near[0] == word[0] or sorted(near) == sorted(word):
+            return near
+    return None
+
+
 def refuse_word(word: str, near: str) -> int:
     """Say that a word is no command, which one is near, and how to ask it as a prompt."""
     sys.stderr.write(
@@ -134,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_commands(name, commands)
     entry = commands.get(words[0]) if words else None
     if entry is None:
-        if words and (near := get_close_matches(words[0].lower(), COMMANDS, 1, LEAST_LIKENESS)):
-            return refuse_word(words[0], near[0])
+        if words and (near := nearly_a_command(words[0])):
+            return refuse_word(words[0], near)
         return run(PROGRAM, COMMANDS["generate"], words)
     name, words = f"{name} {words[0]}", words[1:]
     if isinstance(entry, Command):

@@ -61,6 +61,8 @@ def test_lists_name_every_command_and_import_no_torch() -> None:
         (["generate", "--help"], ["--help"]),
         (["sunny", "day"], ["sunny", "day"]),
         (["bogus"], ["bogus"]),
+        (["What"], ["What"]),
+        ([""], [""]),
         (["serve me well"], ["serve me well"]),
         (["generate", "sever"], ["sever"]),
         (["--prompt", "sever"], ["--prompt", "sever"]),
@@ -86,6 +88,7 @@ def test_what_is_no_command_is_for_generate(
             "eagle-fsd: error: 'sever' is no command: it must be one of generate, chat, serve, train, "
             "eval, storage; write serve, or eagle-fsd generate sever to ask it as a prompt\n",
         ),
+        (["hcat"], "eagle-fsd: error: 'hcat' is no command: "),
         (["Chat", "--seed", "1"], "eagle-fsd: error: 'Chat' is no command: "),
         (["trian", "head"], "eagle-fsd: error: 'trian' is no command: "),
     ],
