@@ -11,7 +11,8 @@ from typing import Any, Literal
 from fastapi.responses import Response
 
 from eagle_fsd.core.checks import format_value, one_line
-from eagle_fsd.decoding.steps.failures import NothingAllowed
+from eagle_fsd.core.devices import ran_out_of_memory
+from eagle_fsd.decoding.steps.failures import NonFiniteLogits, NothingAllowed
 
 # What programs are told of an error; docs/serve.md says when.
 Code = Literal[
@@ -191,5 +192,12 @@ def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | 
     return ApiError(status, message, "invalid_http", headers=headers)
 
 
-def lost_text(reason: str) -> ApiError:
+def lost_text(error: Exception) -> ApiError:
+    """Return the error of a text that failed through no fault of its request.
+
+    Of errors that are known it tells the reason. What else went wrong is for the log.
+    """
+    reason = "the server failed, and its log says how; send the request again"
+    if isinstance(error, NonFiniteLogits) or ran_out_of_memory(error):
+        reason = one_line(error)
     return ApiError(500, f"the text could not be made: {reason}", code="generation_failed", kind=SERVER)

@@ -6,6 +6,7 @@ Values must have their JSON type: "5" is no number. null means that a field is a
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -102,7 +103,7 @@ class Unsupported(Exception):
 
     def __init__(self, name: str) -> None:
         neutral = [one for one in UNSUPPORTED[name] if one not in ({}, [], "")]
-        remedy = f"leave it out, or send {neutral[0]!r}" if neutral else "leave it out"
+        remedy = f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
         super().__init__(f"{name} is not supported by this server: {remedy}")
         self.name = name
 

@@ -282,21 +282,31 @@ def test_a_worker_that_ends_ends_its_texts(monkeypatch: pytest.MonkeyPatch) -> N
         until(lambda: not service.worker.alive)
 
 
-def test_a_step_that_fails_ends_its_batch_and_the_worker_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a stream that has begun, the error is an event, which the client raises too."""
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [("out of memory", "out of memory"), ("zip() argument 2 is shorter", "the server failed, and its log")],
+)
+def test_a_step_that_fails_ends_its_batch_and_the_worker_lives_on(
+    reason: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a stream that has begun, the error is an event, which the client raises too.
+
+    What went wrong is told where it is known, and else only logged.
+    """
     step, steps = Scheduler.step, []
 
     def broken(scheduler: Scheduler) -> Any:
         steps.append(1)
         if len(steps) == 4:
-            raise RuntimeError("out of memory")
+            raise RuntimeError(reason)
         return step(scheduler)
 
     monkeypatch.setattr(Scheduler, "step", broken)
     with running(settings()) as (url, _):
         client = client_of(url)
-        with pytest.raises(openai.APIError, match="out of memory"):
+        with pytest.raises(openai.APIError, match=told) as found:
             list(client.chat.completions.create(**LONG, stream=True))
+        assert (reason in str(found.value)) == (told == reason) and reason in caplog.text
         answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=5)
         assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=5)
         assert tiny_engine().target.vocab_size == 96

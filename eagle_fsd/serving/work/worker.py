@@ -222,7 +222,7 @@ class Worker:
             self._end(job, News(error=wrong_value(said)))
             return
         except Exception as error:
-            self._end(job, News(error=lost_text(one_line(error))))
+            self._end(job, News(error=lost_text(error)))
             raise
         self._texts[text] = job
 
@@ -239,7 +239,7 @@ class Worker:
         except Exception as error:  # a text that cannot be shown ends alone
             logger.exception("a text could not be handed on")
             if text in self._texts:
-                self._retire(text, self._texts[text], News(error=lost_text(one_line(error))))
+                self._retire(text, self._texts[text], News(error=lost_text(error)))
 
     def _hand_on(self, text: Text, tokens: list[int], now: float) -> None:
         job = self._texts[text]
@@ -249,8 +249,7 @@ class Worker:
         if skipped > 0:
             place = job.stats.new_tokens - len(tokens)
             if tokens[:skipped] != job.token_ids[place : place + skipped]:
-                self._retire(text, job, News(error=lost_text("its text changed when it was made again")))
-                return
+                raise RuntimeError("the text changed when it was made again")
             tokens, origins = tokens[skipped:], origins[skipped:]
         pieces = job.written.add(tokens, origins)
         taken = job.written.tokens - done
@@ -326,7 +325,7 @@ class Worker:
             del self._texts[text]  # now: what could not begin anew is still among those that must be told
             guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
             if text not in untouched and guilty:
-                self._end(job, News(error=impossible_text(error) or lost_text(one_line(error))))
+                self._end(job, News(error=impossible_text(error) or lost_text(error)))
             else:
                 self._admit(job)
 
