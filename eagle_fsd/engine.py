@@ -253,10 +253,15 @@ class EagleFSD:
         return self.settler.identity()
 
     def draft_with(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with other weights of the same head from the next text on. Its calibration is void then."""
-        assert self.head is not None, "there is no EAGLE-1/2 head"
-        self.head = copy.deepcopy(self.head)  # other engines may draft with it too
-        self.head.load_state_dict(weights)
+        """Draft with other weights of the same head from the next text on. Its calibration is void then.
+
+        Raises ValueError if there is no EAGLE-1/2 head.
+        """
+        if self.head is None:
+            raise ValueError("there is no EAGLE-1/2 head: only the weights of one can be replaced; load one")
+        head = copy.deepcopy(self.head)  # other engines may draft with it too
+        head.load_state_dict(weights)
+        self.head = head
         self.drafter = with_head(self.drafter, self.head, self.target)
         self.settler.draft_with(self.drafter)
         self._workspaces.clear()

@@ -208,6 +208,17 @@ def test_a_calibration_is_void_once_the_head_has_changed(tmp_path: Path) -> None
         model.calibration(SamplingConfig(1.0))
 
 
+def test_weights_that_do_not_fit_leave_the_head_as_it_is() -> None:
+    model, wrong = engine(), tiny_head().state_dict()
+    wrong.popitem()
+    before = model.head, model.identity()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.draft_with(wrong)
+    assert (model.head, model.identity()) == before
+    with pytest.raises(ValueError, match="there is no EAGLE-1/2 head"):
+        EagleFSD(model.target, None).draft_with(wrong)
+
+
 def test_the_adapted_head_is_saved_as_a_checkpoint(tmp_path: Path) -> None:
     model = engine()
     adapter = adapt(model)
