@@ -28,6 +28,8 @@ def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, 
                 if line.strip() and (line.endswith(b"\n") or not torn or is_whole(line)):
                     encoding = "utf-8-sig" if number == 1 else "utf-8"
                     yield number, parse_line(line, f"{path}:{number}", encoding)
+                if not line.endswith(b"\n"):
+                    return  # more of it may come while a run goes on, and would be read as another line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: is not a whole gzip file ({error}); compress it again") from error
     except OSError as error:

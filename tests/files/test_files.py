@@ -227,3 +227,15 @@ def test_a_file_system_without_locks_costs_the_memory_alone(
         update_records(cache_file(), lambda records: records)
     with pytest.raises(OSError), sole(tmp_path / ".lock", tmp_path, "overwrite each other's checkpoints"):
         raise AssertionError("it began")
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_file_that_grows_while_it_is_read_ends_where_it_ended(torn: bool, tmp_path: Path) -> None:
+    """A line may be seen before all of it is there: what comes then is no line of its own."""
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    rows = read_jsonl(path, torn)
+    assert next(rows) == (1, {"step": 1}) and next(rows) == (2, {"step": 2})
+    with path.open("a") as file:
+        file.write('0, "loss": 1}\n')
+    assert list(rows) == []
