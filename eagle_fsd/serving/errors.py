@@ -22,6 +22,8 @@ Code = Literal[
     "internal_server_error", "closing", "worker_ended", "timeout",
 ]  # fmt: skip
 INVALID, SERVER = "invalid_request_error", "server_error"
+# How pydantic calls an object of JSON.
+OF_PYTHON = re.compile("a valid dictionary( or object to extract fields from)?")
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.
 IN_VAIN = {"x-should-retry": "false"}
 
@@ -63,6 +65,13 @@ class ApiError(Exception):
 def wrong_value(message: str, param: str | None = None) -> ApiError:
     """Return the error of a field whose value is refused, for any reason that has no code of its own."""
     return ApiError(400, message, "invalid_value", param)
+
+
+def format_json(value: object) -> str:
+    """Return a value of a request as format_value does, but all except texts as JSON writes it."""
+    if isinstance(value, str):
+        return format_value(value)
+    return one_line(json.dumps(value, ensure_ascii=False, default=repr), 60)
 
 
 def unknown_key() -> ApiError:
@@ -143,7 +152,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             return ApiError(400, "the body is empty: send a JSON object", "invalid_json")
         case "missing":
             return ApiError(400, f"{param} is missing: add it", "missing_field", param)
-    reason = found["msg"].removeprefix("Value error, ")
+    reason = OF_PYTHON.sub("a JSON object", found["msg"].removeprefix("Value error, "))
     if not place and found["type"] == "value_error":
         return wrong_value(reason, reason.split()[0])
     if not place:
@@ -152,7 +161,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return wrong_value(f"{param}: {reason}", f"{param}.{reason.split()[0]}")
     if found["type"] == "value_error" and reason.startswith(str(place[-1])):
         return wrong_value(reason, param)
-    return wrong_value(f"{param} is {format_value(found.get('input'))}: {reason}", param)
+    return wrong_value(f"{param} is {format_json(found.get('input'))}: {reason}", param)
 
 
 def place_of(error: Mapping[str, Any]) -> list[str | int]:

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
+from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.tools.fields import (
     DEEPEST,
     Messages,
@@ -112,7 +112,7 @@ def as_stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError(
-            f"stop is {format_value(value)}: it must be a string, or a list of strings; send that, or leave "
+            f"stop is {format_json(value)}: it must be a string, or a list of strings; send that, or leave "
             "it out"
         )
     return stops
@@ -124,7 +124,7 @@ def require_prompt(value: Any) -> Any:
     if texts or (isinstance(value, list) and (are_ids(rows) or all(map(are_ids, rows)))):
         return value
     raise ValueError(
-        f"prompt is {format_value(value)}: it must be a text, several texts, token ids, or several lists of "
+        f"prompt is {format_json(value)}: it must be a text, several texts, token ids, or several lists of "
         "token ids, and not a mixture; send one of these"
     )
 
@@ -151,7 +151,7 @@ def require_threshold(value: Any, _check: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
     raise ValueError(
-        f'threshold is {format_value(value)}: it must be a number of at least 0, "inf" or "auto"; send one'
+        f'threshold is {format_json(value)}: it must be a number of at least 0, "inf" or "auto"; send one'
     )
 
 

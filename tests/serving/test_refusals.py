@@ -91,25 +91,25 @@ def test_an_endless_threshold_is_sent_as_it_is_told(client: TestClient) -> None:
     [
         (CHATS, {"threshold": "high"}, "threshold is 'high': it must be a number of at least 0, \"inf\" or "),
         (CHATS, {"threshold": [1]}, "threshold is [1]: it must be a number of at least 0, "),
-        (CHATS, {"threshold": True}, "threshold is True: it must be a number of at least 0, "),
+        (CHATS, {"threshold": True}, "threshold is true: it must be a number of at least 0, "),
         (CHATS, {"threshold": 10**400}, "threshold is 1000"),
         (
             CHATS,
             {"stop": 3},
             "stop is 3: it must be a string, or a list of strings; send that, or leave it out",
         ),
-        (CHATS, {"stop": ["a", 3]}, "stop is ['a', 3]: it must be a string, or a list of strings"),
+        (CHATS, {"stop": ["a", 3]}, 'stop is ["a", 3]: it must be a string, or a list of strings'),
         (CHATS, {"rule": "js:x"}, "rule is 'js:x': threshold is 'x': it must be a number; correct it"),
         (CHATS, {"rule": "foo"}, "rule is 'foo': it must be one of lossless"),
         (
             COMPLETIONS,
             {"prompt": ["a", 1]},
-            "prompt is ['a', 1]: it must be a text, several texts, token ids",
+            'prompt is ["a", 1]: it must be a text, several texts, token ids',
         ),
         (COMPLETIONS, {"prompt": [1.5]}, "prompt is [1.5]: it must be a text"),
         (COMPLETIONS, {"prompt": [[1], 2]}, "prompt is [[1], 2]: it must be a text"),
         (COMPLETIONS, {"prompt": 3}, "prompt is 3: it must be a text"),
-        (COMPLETIONS, {"prompt": [True]}, "prompt is [True]: it must be a text"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt is [true]: it must be a text"),
     ],
 )
 def test_a_value_of_another_kind_is_told_the_whole_rule(
@@ -120,10 +120,28 @@ def test_a_value_of_another_kind_is_told_the_whole_rule(
     assert "Input should" not in error["message"] and "; " in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"temperature": True}, "temperature is true: Input should be a valid number"),
+        ({"bad_words": [None]}, "bad_words.0 is null: Input should be a valid string"),
+        ({"top_k": {"a": [False]}}, 'top_k is {"a": [false]}: Input should be a valid integer'),
+        ({"stream": True, "stream_options": True}, "stream_options is true: Input should be a JSON object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": True, "text": "a"}]}]},
+            "content has a part of type true: this server reads text only; leave it out",
+        ),
+    ],
+)
+def test_a_value_is_shown_as_json_writes_it(client: TestClient, body: Any, message: str) -> None:
+    assert refusal(client, **body)["message"] == message
+
+
 @pytest.mark.parametrize("content", [3, {"type": "text", "text": "a"}, ["a"], [3]])
 def test_content_of_another_kind_is_told_the_whole_rule(client: TestClient, content: Any) -> None:
     error = refusal(client, messages=[{"role": "user", "content": content}])
-    assert error["message"].startswith(f"content is {content!r}: it must be a text, or a list of parts such")
+    shown = json.dumps(content)
+    assert error["message"].startswith(f"content is {shown}: it must be a text, or a list of parts such")
     assert error["param"] == "messages.0.content" and error["message"].endswith("; send one of these")
 
 

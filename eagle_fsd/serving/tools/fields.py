@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
+from eagle_fsd.serving.errors import format_json
 from eagle_fsd.text.tool_calls import quoted
 
 MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
@@ -232,12 +232,12 @@ class Message(Strict):
             return value
         if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
             raise ValueError(
-                f"content is {format_value(value)}: it must be a text, or a list of parts such as "
+                f"content is {format_json(value)}: it must be a text, or a list of parts such as "
                 '{"type": "text", "text": "Hello"}; send one of these'
             )
         for part in value:
             if part.get("type") not in ("text", None):
-                kind = format_value(part["type"])
+                kind = format_json(part["type"])
                 raise ValueError(
                     f"content has a part of type {kind}: this server reads text only; leave it out"
                 )
