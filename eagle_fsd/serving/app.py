@@ -18,14 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 
-from eagle_fsd.core.checks import format_value, one_line
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
 from eagle_fsd.serving.entry.gate import Gate
-from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation
+from eagle_fsd.serving.errors import FAILED, SERVER, ApiError, json_response, of_status, of_validation
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.prompts import PromptReader
 from eagle_fsd.serving.protocol import (
@@ -299,6 +299,6 @@ def add_error_handlers(app: FastAPI) -> None:
         return of_status(error.status_code, request.method, request.url.path, error.headers).response()
 
     @app.exception_handler(Exception)
-    async def unexpected(_request: Request, error: Exception) -> Response:
-        message = f"the server failed: {one_line(error, 200)}"
-        return ApiError(500, message, "internal_server_error", kind=SERVER).response()
+    async def unexpected(_request: Request, _error: Exception) -> Response:
+        # The web server logs the error with its traceback; see lost_text.
+        return ApiError(500, FAILED, "internal_server_error", kind=SERVER).response()

@@ -22,6 +22,7 @@ Code = Literal[
     "internal_server_error", "closing", "worker_ended", "timeout",
 ]  # fmt: skip
 INVALID, SERVER = "invalid_request_error", "server_error"
+FAILED = "the server failed, and its log says how; send the request again"
 # How pydantic calls an object of JSON.
 OF_PYTHON = re.compile("a valid dictionary( or object to extract fields from)?")
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.
@@ -206,7 +207,7 @@ def lost_text(error: Exception) -> ApiError:
 
     Of errors that are known it tells the reason. What else went wrong is for the log.
     """
-    reason = "the server failed, and its log says how; send the request again"
+    reason = FAILED
     if isinstance(error, NonFiniteLogits) or ran_out_of_memory(error):
         reason = one_line(error)
     return ApiError(500, f"the text could not be made: {reason}", code="generation_failed", kind=SERVER)

@@ -24,6 +24,7 @@ from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.serving.answers import event
+from eagle_fsd.serving.app import Service
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.work.worker import Worker
 
@@ -266,6 +267,21 @@ def test_an_error_while_it_recovers_leaves_nobody_waiting(monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_of_a_route_that_fails_a_client_is_told_only_that(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("zip() argument 2 is shorter")
+
+    monkeypatch.setattr(Service, "answer", broken)
+    with running(settings()) as (url, _), pytest.raises(openai.InternalServerError) as found:
+        client_of(url).chat.completions.create(**LONG)
+    assert found.value.code == "internal_server_error" and "its log says how" in str(found.value)
+    assert "zip()" not in str(found.value)
+    said = capfd.readouterr().err
+    assert "Traceback" in said and "zip() argument 2 is shorter" in said
+
+
 def test_a_worker_that_ends_ends_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(settings()) as (url, service):
         client = client_of(url)
