@@ -16,7 +16,6 @@ from eagle_fsd.core.checks import format_value, one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.randomness.streams import fresh_seed
-from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.errors import ApiError, of_value, wrong_value
@@ -151,7 +150,8 @@ class Chooser:
             form = request.form if tools is None else tools.form
             if form is None:
                 return None
-            require_ends(name, ends)
+            if not ends:
+                raise ValueError("no token ends it; leave ignore_eos out, or name one in stop_token_ids")
             return compile_form(form, self.model.tokenizer, self.model.target.vocab_size)
         except ValueError as error:
             raise wrong_value(f"{name}: {one_line(error)}", name) from error
