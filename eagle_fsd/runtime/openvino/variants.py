@@ -48,7 +48,7 @@ class Variants:
         self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
         self._unexpected: set[tuple[int, ...]] = set()  # large graphs that are not used before SWITCH
         self._lock = threading.Lock()  # of these dictionaries; nobody compiles under it
-        self._last_time = None if folder is None or not most else read_first(folder)
+        self._last_time = None if folder is None else read_first(folder)
         self._first: tuple[int, ...] | None = None
         if self._last_time is not None:
             self._compile_ahead(self._last_time)
@@ -82,13 +82,13 @@ class Variants:
         again: whether they may come later too, also in the next process. False: they are only measured. A
         graph for these is always compiled, and where there are `most` graphs, it gives way to others.
         """
-        if not self.most:
-            return
         if again:
             self._remember(sizes)
         self._compile_ahead(sizes, again)
 
     def _compile_ahead(self, sizes: tuple[int, ...], again: bool = True) -> None:
+        if not self.most:
+            return
         with self._lock:
             self._used[sizes] = time.monotonic()
             self._unexpected.discard(sizes)

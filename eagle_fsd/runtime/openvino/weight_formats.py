@@ -89,15 +89,14 @@ def compress(model: Any, encode: Encoder) -> int:
     """
     inputs: dict[tuple[str, int], list[Any]] = {}
     for node in model.get_ordered_ops():
-        if node.get_type_name() == "MatMul" and constant_weight(node) is not None:
+        if node.get_type_name() == "MatMul":
             rows = node.input_value(0)
             inputs.setdefault((rows.get_node().get_friendly_name(), rows.get_index()), []).append(node)
     count = 0
-    while inputs:  # one after the other: the blocks of all of them would take as much memory as the graph
-        _, nodes = inputs.popitem()
+    for nodes in inputs.values():  # not all at once: their blocks would take as much memory as the graph
         groups: dict[tuple[int, int, bool], list[tuple[Any, Blocks]]] = {}
         for node in nodes:
-            if (blocks := encode(constant_weight(node))) is not None:
+            if (weight := constant_weight(node)) is not None and (blocks := encode(weight)) is not None:
                 groups.setdefault(blocks.kind, []).append((node, blocks))
         for products in groups.values():
             replace_products(products)

@@ -128,6 +128,7 @@ def test_products_of_one_input_become_one(transposed: tuple[bool, bool]) -> None
     assert compress(model, round_to_int8) == 2
     assert kinds(model).count("MatMul") == 1 and kinds(model).count("VariadicSplit") == 1
     x = numbers(2, 3, WIDTH, seed=2)
+    assert [made.shape for made in compute(model, x)] == [(2, 3, 8), (2, 3, 24)]
     for made, weight in zip(compute(model, x), weights, strict=True):
         rounded = round_to_int8(weight)
         assert rounded is not None
