@@ -496,6 +496,16 @@ def followed(rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: Sa
     return torch.full_like(tree.tokens, -1) if chances is None else choose(tree, chances, uniforms)
 
 
+def test_chances_that_sum_to_one_up_to_rounding_leave_none_for_no_child() -> None:
+    """But what is short of one by more than rounding stays the chance of following none."""
+    tokens, parents, depths = torch.tensor([[[0, 1, 2]], [[-1, 0, 0]], [[0, 1, 1]]])
+    tree = DraftTree(tokens, parents, depths, torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.int64), 1)
+    below_one = torch.full((1, 3), 1 - 2**-24)  # the largest number that a draw of float32 may be
+    for second, taken in ((0.5 - 2**-23, 2), (0.5 - 2**-15, -1)):
+        chances = torch.tensor([[0.0, 0.5, second]])
+        assert choose(tree, chances, below_one)[0, 0] == taken
+
+
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
 @pytest.mark.parametrize("child", CHILDREN)
