@@ -383,7 +383,7 @@ def test_a_stream_that_is_left_frees_its_texts(way: str) -> None:
     batch = engine().stream_batch([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
     with batch:
         next(batch.steps)
-    assert list(batch.steps) == []
+    assert list(batch.steps) == [] and batch.stats[0].finish_reason == "interrupted"
 
 
 def test_a_stream_takes_padding_and_stops() -> None:

@@ -13,7 +13,6 @@ from eagle_fsd.acceptance.accept import Verdict, Verified
 EXACT = "drafted"  # drafted, and equal to the target's own draw
 FUZZY = "fuzzy"  # drafted, and accepted by the rule although the target drew another token
 TARGET = "target"  # the target's own token, which ends a step
-ORIGINS = (EXACT, FUZZY, TARGET)
 
 
 class TokenOrigins:

@@ -87,7 +87,10 @@ class BatchStream:
     def close(self) -> None:
         """End the texts and free their memory, after the step that another thread may be running."""
         self.ended.set()
-        close_quietly(self.steps)
+        if not close_quietly(self.steps):
+            return
+        for stats in self.stats:
+            stats.finish_reason = stats.finish_reason or "interrupted"
 
     def __enter__(self) -> BatchStream:
         return self
@@ -96,10 +99,12 @@ class BatchStream:
         self.close()
 
 
-def close_quietly(steps: Generator[object]) -> None:
-    """Close a generator, unless another thread is running it."""
+def close_quietly(steps: Generator[object]) -> bool:
+    """Close a generator, unless another thread is running it. Return whether it is closed."""
     with contextlib.suppress(ValueError):
         steps.close()
+        return True
+    return False
 
 
 # Generators that are still suspended when the interpreter exits are closed while torch is still loaded.
@@ -211,5 +216,3 @@ class TokenStream:
                 yield chunks[0]
         finally:
             self.close()
-            if self.stats.finish_reason is None:
-                self.stats.finish_reason = "interrupted"
