@@ -52,7 +52,7 @@ class FakeHub:
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
-        self.failing = False  # answer everything with 503
+        self.failing = False  # answer everything with 501, which clients do not ask again after, as after 503
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
         self.port = self.server.server_address[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
@@ -108,7 +108,7 @@ def handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
             hub.requests.append(Request(self.command, path, token))
             if hub.failing:
-                return self.answer(503)
+                return self.answer(501)
             if match := re.fullmatch(r"/cdn/(\w+)/.+", path):
                 data = hub.blob(match[1])
                 return self.answer(404) if data is None else self.answer(200, data)
