@@ -8,12 +8,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.files.atomic import name_full_disk, no_room
+
+LIST_REMEDY = "if the file is one list, `jq -c '.[]'` writes its objects one in a line"
 
 
 def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -46,6 +49,7 @@ def is_whole(line: bytes) -> bool:
 
 def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
     """Parse one JSONL line. Raises ValueError naming `place` unless it is a JSON object."""
+    remedy = LIST_REMEDY if begins_list(line) else "repair or delete it"
     try:
         found = json.loads(line.decode(encoding))
     except (ValueError, RecursionError) as error:
@@ -55,11 +59,16 @@ def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
         elif isinstance(error, UnicodeDecodeError):
             reason = "not UTF-8"
         raise ValueError(
-            f"{place}: is not JSON ({reason}): each line must be one object; repair or delete it"
+            f"{place}: is not JSON ({reason}): each line must be one object; {remedy}"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{place}: is {line[:40]!r}, not an object; repair or delete it")
+        raise ValueError(f"{place}: is {line[:40]!r}, not an object; {remedy}")
     return found
+
+
+def begins_list(line: bytes) -> bool:
+    """Return whether a line may begin a file that is one list of rows, as many data sets are published."""
+    return re.match(rb"\s*\[\s*(\{|$)", line) is not None
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

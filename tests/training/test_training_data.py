@@ -105,6 +105,17 @@ def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:
         load_examples(path, LetterTokenizer(), 50)
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_file_that_is_one_list_says_how_it_becomes_rows(
+    tmp_path: Path, name: str, indent: int | None
+) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps([conversation("a", "b"), conversation("c", "d")], indent=indent))
+    with pytest.raises(ValueError, match=r":1: is .* one list, `jq -c '\.\[\]'` writes its objects"):
+        load_examples(path, LetterTokenizer(), 50)
+
+
 def test_chats_of_every_spelling_are_the_same_turns(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "s"}, *conversation("hi", "yes")["conversations"]]
     share = [
