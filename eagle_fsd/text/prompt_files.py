@@ -112,10 +112,16 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     found = first_known(record.get("prompt"), record.get("question"), first)
     if found is None:
         found = next((words_of(turn) for turn in turns_of(record) if asks(turn)), None)
-        if isinstance(found, list):
-            parts = [part.get("text") if isinstance(part, Mapping) else None for part in found]
-            found = "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
+        found = joined_parts(found)
     return found if isinstance(found, str) else None
+
+
+def joined_parts(words: Any) -> Any:
+    """Return what a turn says as one text where it stands in parts of text, else as it is."""
+    if not isinstance(words, list):
+        return words
+    parts = [part.get("text") if isinstance(part, Mapping) else None for part in words]
+    return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else words
 
 
 def says_more(record: Mapping[str, Any]) -> bool:

@@ -123,13 +123,16 @@ def test_chats_of_every_spelling_are_the_same_turns(tmp_path: Path) -> None:
         for name, turn in zip(("system", "human", "gpt"), turns, strict=True)
     ]
     plain = [{"from": turn["role"], "value": turn["content"]} for turn in turns]
-    rows = [{key: chat} for key in ("conversations", "messages") for chat in (turns, share, plain)]
+    parts = [
+        {**turn, "content": [{"type": "text", "text": one} for one in turn["content"]]} for turn in turns
+    ]
+    rows = [{key: chat} for key in ("conversations", "messages") for chat in (turns, share, plain, parts)]
     rows += [{"messages": turns, "conversations": None, "prompt": "hi"}]
-    assert [turns_of(row, "here") for row in rows] == [turns] * 7
+    assert [turns_of(row, "here") for row in rows] == [turns] * 9
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, {"messages": share[2:]})))
     examples, skipped = load_examples(path, LetterTokenizer(), 50)
-    assert examples == [encode_turns(turns, LetterTokenizer())] * 7
+    assert examples == [encode_turns(turns, LetterTokenizer())] * 9
     assert skipped.counts == {"answer before any question": 1}
 
 
@@ -140,6 +143,8 @@ def test_chats_of_every_spelling_are_the_same_turns(tmp_path: Path) -> None:
         ([{"value": "hi"}], "here: turns must be"),
         ([{"from": "human", "content": "hi"}], "here: turns must be"),
         (["hi"], "here: turns must be"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "here: turns must be"),
+        ([{"role": "user", "content": []}], "here: turns must be"),
         ({"role": "user", "content": "hi"}, "here: turns must be"),
         (
             [{"from": "bing", "value": "hi"}],

@@ -1,9 +1,10 @@
 """Turn text into training examples: token ids and a mask of what the head learns from. It knows no tensors.
 
 A row is either a conversation (`conversations` or `messages`: [{role, content}, ...], or ShareGPT's
-[{from, value}, ...]) or a pair (`prompt`, `completion`). The mask marks the tokens after which the target
-writes a token of the answer, from the prompt's last token on: the head learns to predict the target's feature
-*at* these tokens. An end token is context for later turns and is never marked.
+[{from, value}, ...]) or a pair (`prompt`, `completion`). A turn may say its text in parts. The mask marks the
+tokens after which the target writes a token of the answer, from the prompt's last token on: the head learns
+to predict the target's feature *at* these tokens. An end token is context for later turns and is never
+marked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jinja2
 from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.text.chat import plain_text
-from eagle_fsd.text.prompt_files import read_asked
+from eagle_fsd.text.prompt_files import joined_parts, read_asked
 
 MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
 # Scripts that put no spaces between words: Thai to Burmese, Khmer, Kana, and Chinese characters.
@@ -83,7 +84,10 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
 
 
 def normalize_turn(turn: Any, where: str) -> dict[str, str] | None:
-    """Return a turn with `role` and `content`, from ShareGPT's names too. None if it is malformed."""
+    """Return a turn with `role` and `content`, from ShareGPT's names and text in parts too.
+
+    None if it is malformed.
+    """
     if not isinstance(turn, dict):
         return None
     if turn.get("role") is None and isinstance(speaker := turn.get("from"), str):
@@ -94,6 +98,8 @@ def normalize_turn(turn: Any, where: str) -> dict[str, str] | None:
                 "or remove the row"
             )
         turn = {"role": role, "content": turn.get("value")}
+    if isinstance(parts := turn.get("content"), list):
+        turn = {**turn, "content": joined_parts(parts)}
     well_formed = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
     return turn if well_formed else None
 
