@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,24 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     """
     weights = [sample_values(whole(weight), SAMPLE) for weight in model.parameters() if not weight.is_meta]
     return {"name": name, "weights": digest_weights(weights), "dtype": dtype_name(model)}
+
+
+def respelled(known: Any, wanted: Mapping[str, Any]) -> Any:
+    """Return a stored target's identity with its name as `wanted` has it, where both name the same files.
+
+    A folder is named with or without a slash at its end, from its root or from here.
+    """
+    if isinstance(known, Mapping) and same_files(known.get("name"), wanted.get("name")):
+        return {**known, "name": wanted["name"]}
+    return known
+
+
+def same_files(one: Any, other: Any) -> bool:
+    """Return whether two names are those of the same file or folder, which is here."""
+    try:
+        return Path(one).expanduser().samefile(Path(other).expanduser())
+    except (OSError, RuntimeError, TypeError, ValueError):  # no path, no such home, nothing there
+        return False
 
 
 def dtype_name(module: nn.Module) -> str:

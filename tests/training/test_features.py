@@ -90,6 +90,32 @@ def test_extraction_goes_on_at_the_first_missing_shard(
         StoredFeatures([tmp_path], WHO)
 
 
+def test_features_are_their_targets_however_its_folder_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slash at the end, as a shell completes it, or another way to the folder does not compute them again.
+
+    A copy of the folder is another target.
+    """
+    target, examples = tiny_target(), [Example(list(range(1, 8)), [True] * 7)]
+    for name in ("mine", "copy"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    extract(target.base_model, examples, tmp_path / "features", target_identity("mine", target))
+    shard = tmp_path / "features" / "shard_00000.safetensors"
+    before = shard.stat().st_mtime_ns
+    for name in ("mine/", "./mine", str(tmp_path / "mine"), "copy/../mine"):
+        who = target_identity(name, target)
+        extract(target.base_model, examples, tmp_path / "features", who)
+        assert StoredFeatures([tmp_path / "features"], who).counts == [1]
+    assert shard.stat().st_mtime_ns == before
+    who = target_identity("copy", target)
+    with pytest.raises(ValueError, match=r"another target.*target\.name was mine, now copy"):
+        extract(target.base_model, examples, tmp_path / "features", who)
+    with pytest.raises(ValueError, match=r"another target \(target\.name was mine, now copy"):
+        StoredFeatures([tmp_path / "features"], who)
+
+
 def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
     """Another name, other weights, another dtype: none may take up what the first one left."""
     target, examples = tiny_target(), [Example(list(range(1, 8)), [True] * 7)]

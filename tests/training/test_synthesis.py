@@ -271,6 +271,17 @@ def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:
     assert answers(path, replace(PLAN, rows=5)) == before
 
 
+def test_answers_go_on_however_the_targets_folder_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.jsonl"
+    before = answers(path, replace(PLAN, base_model="mine"))
+    for name in ("mine/", str(tmp_path / "mine")):
+        assert answers(path, replace(PLAN, base_model=name)) == before
+
+
 def test_files_of_another_target_are_refused(tmp_path: Path) -> None:
     """Answers and prompts of its own alike, by weights and by dtype; both keep their name."""
     tokenizer, (answered, own) = LetterTokenizer(), (tmp_path / name for name in ("a.jsonl", "own.jsonl"))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import atomic_path
-from eagle_fsd.files.fingerprints import differences
+from eagle_fsd.files.fingerprints import differences, respelled
 
 MANIFEST = "manifest.json"
 
@@ -124,7 +124,7 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
         remedy = f"name {str(inside[0].parent)!r}, inside it" if inside else "run the extraction first"
         raise ValueError(f"no feature shards in {str(folder)!r}; {remedy}")
     manifest = read_manifest(folder)
-    made = manifest.get("target")
+    made = respelled(manifest.get("target"), target)
     known = (
         {name: value for name, value in made.items() if name in target} if isinstance(made, dict) else made
     )
