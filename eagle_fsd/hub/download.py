@@ -49,7 +49,8 @@ UNREACHABLE = (
     "connect to the network, or give a folder"
 )
 # The client's own transport errors (httpx, whichever major version it uses) share this base.
-DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
+TRANSPORT_ERROR = getattr(errors, "HTTPError", OSError)
+DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, TRANSPORT_ERROR)
 
 
 def download_target(repo: str, revision: str | None, trust_remote_code: bool, weights: bool = True) -> Path:

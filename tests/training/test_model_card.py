@@ -257,6 +257,7 @@ def test_a_push_that_is_refused_is_one_line_and_keeps_the_folder(
         HfHubHTTPError("401 Client Error\nunauthorized", response=response),
         huggingface_hub.errors.HFValidationError("bad name"),
         ConnectionError("no network"),
+        getattr(huggingface_hub.errors, "HTTPError", OSError)("[Errno -2] Name or service not known"),
     ):
         monkeypatch.setattr(model_card, "HfApi", FakeApi(fault))
         with pytest.raises(

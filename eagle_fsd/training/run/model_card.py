@@ -22,6 +22,7 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import name_full_disk
 from eagle_fsd.files.provenance import public_command
 from eagle_fsd.files.tensor_files import read_tensors
+from eagle_fsd.hub.download import TRANSPORT_ERROR
 from eagle_fsd.hub.head_checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
@@ -251,7 +252,7 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
         api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message="Upload draft head", delete_patterns=old
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, TRANSPORT_ERROR, OSError) as error:
         raise ValueError(
             f"repository {repo_id!r} cannot be written ({one_line(error, 120)}): it must be OWNER/NAME that "
             "your token may write; log in with `hf auth login`, or use --dry-run"
