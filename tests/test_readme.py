@@ -24,6 +24,7 @@ from eagle_fsd.acceptance.calibration import (
     format_sampling,
     read_calibrations,
 )
+from eagle_fsd.autotune import step_costs
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.checks import override
@@ -36,6 +37,7 @@ from eagle_fsd.hub.loading import pair
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.resolve import resolve_head, resolve_target
 from eagle_fsd.hub.target_loader import TargetSource
+from eagle_fsd.runtime import timing
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -251,6 +253,12 @@ def test_the_scripts_commands_run_one_after_the_other(
     pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install 'eagle-fsd[train]'")
     monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once
     monkeypatch.setattr(weight_formats, "in_own_process", lambda work, *given: work(*given))
+    for module, name, few in (  # each of few sizes is timed once
+        (timing, "ENOUGH", 0.0),
+        (step_costs, "WIDTHS", (2, 8)),
+        (step_costs, "TIMED_TOKENS", 2),
+    ):
+        monkeypatch.setattr(module, name, few)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why is the sky blue?"}\n')
     write_toy_data(tmp_path / "toy_data")

@@ -45,8 +45,9 @@ def check(engine: EagleFSD, texts: list[str], tree: TreeConfig, batch_size: int,
     return stats.tau
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("tree", LEAST_TAU, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "batch_size"), [(next(iter(LEAST_TAU)), 1), *((tree, 4) for tree in LEAST_TAU)], ids=str
+)
 def test_greedy_text(smollm2: EagleFSD, tree: TreeConfig, batch_size: int) -> None:
     """In a batch the four have different lengths and end at different times."""
     assert check(smollm2, list(PROMPTS), tree, batch_size, new_tokens=24) > 1.8
@@ -66,8 +67,8 @@ def test_greedy_text_of_all_prompts(
 def warm(
     engine: EagleFSD, tree: TreeConfig, seed: int, rule: Lossless
 ) -> tuple[list[list[int]], list[GenerationStats]]:
-    """Sample two texts of each prompt at temperature 1."""
-    prompts = [encode(engine.tokenizer, text)[0].tolist() for text in PROMPTS] * 2
+    """Sample a text of each prompt at temperature 1."""
+    prompts = [encode(engine.tokenizer, text)[0].tolist() for text in PROMPTS]
     mask = pad_right([[1] * len(prompt) for prompt in prompts], 0)
     options = {"max_new_tokens": 32, "temperature": 1.0, "seed": seed, "tree": tree, "rule": rule}
     made = engine.generate(pad_right(prompts, 0), mask, **options)
@@ -86,7 +87,7 @@ def test_warm_text_is_the_same_with_any_tree(smollm2: EagleFSD) -> None:
 def test_shared_noise_saves_steps(smollm2: EagleFSD) -> None:
     tau = []
     for rule in (Lossless(), Lossless(share_noise=False)):
-        runs = [warm(smollm2, TreeConfig(16, 8, 4, 0.05), seed, rule)[1] for seed in (4, 5, 6)]
+        runs = [warm(smollm2, TreeConfig(16, 8, 4, 0.05), seed, rule)[1] for seed in range(4, 10)]
         rows = [one for stats in runs for one in stats]
         tau.append(sum(one.new_tokens for one in rows) / sum(one.steps for one in rows))
     assert tau[0] > 1.1 * tau[1] > 1.5

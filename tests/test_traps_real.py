@@ -52,15 +52,22 @@ def run(engine: EagleFSD) -> tuple[float, list[list[int]]]:
     return sum(stats.new_tokens for stats in output.stats) / steps, output.new_tokens
 
 
-def test_trap_19_tau_of_the_shipped_head(engine: EagleFSD) -> None:
+@pytest.fixture(scope="module")
+def right(engine: EagleFSD) -> tuple[float, list[list[int]]]:
+    return run(engine)
+
+
+def test_trap_19_tau_of_the_shipped_head(right: tuple[float, list[list[int]]]) -> None:
     """Trap 19: equal texts prove nothing of the draft path: the shipped head's tau is what it was."""
-    tau, _ = run(engine)
+    tau, _ = right
     assert tau == pytest.approx(TAU, abs=MOVED)
 
 
-def test_trap_20_wrong_feature_of_the_real_target(engine: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_20_wrong_feature_of_the_real_target(
+    engine: EagleFSD, right: tuple[float, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trap 20: before the final norm the shipped head is worth much less, and the text is the same."""
-    right_tau, right_tokens = run(engine)
+    right_tau, right_tokens = right
     before: list[Tensor] = []
     hook = engine.target.decoder.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
     right_prefill, right_verify = TargetSession.prefill, TargetSession.verify
