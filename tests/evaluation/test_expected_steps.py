@@ -25,7 +25,7 @@ from eagle_fsd.evaluation.commands.exchange import exchange_table
 from eagle_fsd.evaluation.measure.observers import StepMeter, expected_step
 from eagle_fsd.evaluation.rows import read_raw_rows
 
-VOCAB, ROWS = 9, 20000
+VOCAB, ROWS = 9, 8000
 NONE = torch.empty(0, dtype=torch.int64)
 SAMPLINGS = {"warm": SamplingConfig(1.0), "narrow": SamplingConfig(0.7, 6, 0.9)}
 RULES = (

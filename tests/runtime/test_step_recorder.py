@@ -52,6 +52,11 @@ RULES = [
         Ensemble(0.3),
     ),
 ]
+WARMTHS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.0},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +87,15 @@ def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: o
     return model.generate(ids, mask, rule=rule, **{"max_new_tokens": 24, "tree": TREE, "seed": 0, **options})
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("warm", [{}, {"temperature": 0.9, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0}])
+@pytest.mark.parametrize(
+    ("rule", "warm"),
+    [  # every rule at one temperature in each run, and at all of them in the long ones
+        pytest.param(rule, warm, marks=() if (number + place) % len(WARMTHS) == 0 else pytest.mark.slow)
+        for number, rule in enumerate(RULES)
+        for place, warm in enumerate(WARMTHS)
+    ],
+    ids=str,
+)
 def test_every_rule_gives_the_same_text(rule: AcceptanceRule, warm: dict[str, float]) -> None:
     """Twice, the second time with the recordings of the first; with one row and with ragged ones."""
     # Where top-k cuts a draft that knows its noise, which of the impossible tokens fill a tree is arbitrary.
