@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import logging
 import sys
@@ -119,9 +118,9 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
     if origin is not None and settings.device_map is None and (folder := keep_converted(origin, *loaded)):
         show_progress(f"kept the converted weights in {folder} for the next start")
         if settings.device.type == "cpu" and (kept := load_kept(source, folder, settings)) is not None:
-            # Their memory is the file's, which the system takes back where it is short.
+            # Their memory is the file's, which the system takes back where it is short. No cycle holds the
+            # model that was converted, so it goes with its last name, without a walk over every object.
             loaded = kept
-            gc.collect()
             release_freed_memory()
     return loaded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib.util
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +176,30 @@ def test_weights_are_mapped_from_the_first_start_on(gguf: Path, conversions: lis
         weights = list(model.parameters())
         assert weights and all(any(a <= one.data_ptr() < b for a, b in mapped) for one in weights)
     assert len(conversions) == 1
+
+
+def test_the_converted_model_is_freed_by_itself(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk over all objects would take seconds in a large process, and its memory must not wait for one."""
+    held: list[tuple[bool, list[weakref.ref[torch.UntypedStorage]]]] = []
+    real, freed = target_loader.load_files, []
+
+    def remembering(source: hub.TargetSource, settings: target_loader.LoadSettings) -> Loaded:
+        loaded = real(source, settings)
+        weights = [weakref.ref(weight.untyped_storage()) for weight in loaded[0].parameters()]
+        held.append((source.gguf_file is not None, weights))
+        return loaded
+
+    def look() -> None:
+        freed.extend(one() is None for converted, weights in held if converted for one in weights)
+
+    monkeypatch.setattr(target_loader, "load_files", remembering)
+    monkeypatch.setattr(target_loader, "release_freed_memory", look)
+    gc.disable()
+    try:
+        hub.load_target(str(gguf))
+    finally:
+        gc.enable()
+    assert [converted for converted, _ in held] == [True, False] and freed and all(freed)
 
 
 @pytest.mark.parametrize("turn_off", ["argument", "environment"])
@@ -392,24 +418,39 @@ def test_the_least_recently_used_folders_make_room(
 
 # --- at once ---
 
-PROCESS = """
-import sys
+# Two processes of one that has imported what takes long, so that they do meet at the file.
+PROCESSES = """
+import os, sys
+from transformers import LlamaForCausalLM
 from eagle_fsd import hub
-model, tokenizer = hub.load_target(sys.argv[1])
-print(float(model.lm_head.weight.double().sum()), len(tokenizer))
+from eagle_fsd.hub.kept import weights_cache
+def load():
+    model, tokenizer = hub.load_target(sys.argv[1])
+    line = f"{float(model.lm_head.weight.double().sum())} {len(tokenizer)}\\n"
+    os.write(1, line.encode())
+def process():
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            load()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in [process(), process()]])
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_processes_that_start_at_once_all_work(gguf: Path, own_folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(hub.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(gguf)], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    printed = {process.communicate(timeout=300)[0] for process in running}
-    assert len(printed) == 1 and [process.returncode for process in running] == [0] * 2
+    found = subprocess.run(
+        [sys.executable, "-c", PROCESSES, str(gguf)], env=environment, stdout=subprocess.PIPE, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    *printed, codes = found.stdout.splitlines()
+    assert len(printed) == 2 and len(set(printed)) == 1 and codes == "[0, 0]"
     assert len(weights_cache.folders()) == 1
     assert not [path for path in (own_folder / "weights").iterdir() if path.name.startswith(".")]
 
