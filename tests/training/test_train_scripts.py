@@ -38,7 +38,7 @@ from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
 from eagle_fsd.training.data import features
 from eagle_fsd.training.data.examples import banned_runs, overlap
-from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
+from eagle_fsd.training.run.folder import BEST, CURVES, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.run.settings import settle_defaults
 from eagle_fsd.training.trainer import Trainer
 
@@ -76,7 +76,9 @@ def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
 class Training:
     """`eagle-fsd train head` on a tiny target of the family, with rows to learn from."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, curves: bool = False, **changes: Any
+    ) -> None:
         self.folder = folder
         model = tiny_model(family, "eager", vocab_size=128, **changes)
         rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
@@ -87,6 +89,8 @@ class Training:
 
         monkeypatch.setattr(hub, "resolve_target", lambda name: SimpleNamespace(name=name))
         monkeypatch.setattr(hub, "load_target", load)
+        if not curves:  # a picture takes several times as long as such a run
+            monkeypatch.setattr(head_command, "plot_curves", lambda folder: None)
 
     def __call__(self, output: str, more: str = "", data: str = "--data {}/rows.jsonl") -> dict[str, Any]:
         """Run the command; its provenance is returned."""
@@ -331,8 +335,9 @@ def test_a_log_that_cannot_be_drawn_costs_the_curves_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("matplotlib", reason="the curves need matplotlib: pip install 'eagle-fsd[train]'")
-    train = Training(tmp_path, monkeypatch, "llama")
+    train = Training(tmp_path, monkeypatch, "llama", curves=True)
     train("run")
+    assert (tmp_path / "run" / CURVES).is_file()
     log = tmp_path / "run" / "log.jsonl"
     log.write_text(log.read_text().replace("cross_entropy", "cross_entropz", 1))
     assert "finished" in train("run", "--export {}/head")
