@@ -30,8 +30,9 @@ TREE = TreeConfig(10, 4, 3)
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[str, str]:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """A target and an EAGLE-3 head on disk; the head's config can be read in two ways."""
+    monkeypatch.setattr(head_reading, "MOST", 40)  # a short text tells them apart
     tiny_model().save_pretrained(tmp_path / "target")
     save_eagle3(eagle3_head(2, taps=(1, 1, 1)), tmp_path / "head", "specforge")
     config = tmp_path / "head" / "config.json"
@@ -78,15 +79,16 @@ def test_openvino_computes_such_a_head_too(folders: tuple[str, str], weight_form
     wanted = EagleFSD.from_pretrained(*folders, runtime="torch")
     reading = wanted.drafter.network.config.reading
     prompt = prompts_of([6])
-    plain = EagleFSD.from_pretrained(folders[0], "none", **options)
-    text = plain.generate(prompt, max_new_tokens=12, tree=TreeConfig(1)).new_tokens
+    if weight_format == "float32":
+        text = wanted.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens
+    else:
+        plain = EagleFSD.from_pretrained(folders[0], "none", **options)
+        text = plain.generate(prompt, max_new_tokens=12, tree=TreeConfig(1)).new_tokens
     for _ in range(2):
         model = EagleFSD.from_pretrained(*folders, **options)
         assert model.runtime == "openvino" and model.drafter.network.config.reading == reading
         assert model.target.graphs.taps == tuple(sorted(set(reading.taps)))
         assert model.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens == text
-    if weight_format == "float32":
-        assert text == wanted.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens
 
 
 def test_a_reading_is_measured_once(
