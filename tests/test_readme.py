@@ -254,7 +254,7 @@ def test_the_scripts_commands_run_one_after_the_other(
     monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once
     monkeypatch.setattr(weight_formats, "in_own_process", lambda work, *given: work(*given))
     for module, name, few in (  # each of few sizes is timed once
-        (timing, "ENOUGH", 0.0),
+        (timing, "ENOUGH", 1e-9),
         (step_costs, "WIDTHS", (2, 8)),
         (step_costs, "TIMED_TOKENS", 2),
     ):
