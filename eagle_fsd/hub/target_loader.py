@@ -21,6 +21,7 @@ from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
+from eagle_fsd.hub.loading.gguf_once import gguf_read_once
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
 from eagle_fsd.runtime.ranks import ALONE, Ranks, rank_by_environment
@@ -113,7 +114,8 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
         if (loaded := load_kept(source, folder, settings)) is not None:
             return loaded
     show_progress(f"converting {source.gguf_file} ...")
-    loaded = load_files(source, settings)
+    with gguf_read_once():
+        loaded = load_files(source, settings)
     # With a device_map some weights may be offloaded, so they cannot be saved from here.
     if origin is not None and settings.device_map is None and (folder := keep_converted(origin, *loaded)):
         show_progress(f"kept the converted weights in {folder} for the next start")
@@ -174,14 +176,15 @@ def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetTe
     elif (origin := find_gguf_origin(source)) and (folder := find(origin)):
         source = TargetSource(source.name, folder)
     options = reader_options(source, trust_remote_code)
-    config = load_config(source, options)
+    with contextlib.nullcontext() if source.gguf_file is None else gguf_read_once():
+        config, tokenizer = load_config(source, options), load_tokenizer(source, options)
     generation = None
     if (source.folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
         with one_line_errors(source.name):
             generation = transformers.GenerationConfig.from_pretrained(source.folder)
     text = config.get_text_config(decoder=True)
     return TargetText(
-        tokenizer=load_tokenizer(source, options),
+        tokenizer=tokenizer,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_positions=longest_text(text),
