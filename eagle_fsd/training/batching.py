@@ -108,6 +108,11 @@ def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor | None) 
 def require_held_out(total: int, count: int, first_source: int) -> None:
     """Raise ValueError unless so many sequences of the first source can be held out of `total`."""
     most = min(first_source, total - 1)
+    if most < 1:
+        raise ValueError(
+            f"the data has {total} sequences, {first_source} of them of the first source: at least one of "
+            "these must be held out and another be left to train on; give more data"
+        )
     if not 0 < count <= most:
         raise ValueError(
             f"held_out is {count}: it must be in 1..{most}, sequences of the first source with one left to "

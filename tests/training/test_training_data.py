@@ -87,6 +87,16 @@ def test_without_a_chat_template_an_answer_continues_its_prompt(tmp_path: Path) 
     assert marked(example) == ".One, two, three"
 
 
+@pytest.mark.parametrize("row", [{"conversations": None}, {"messages": None, "conversations": []}])
+def test_a_row_whose_conversation_is_null_is_skipped_as_an_empty_one(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(conversation("a", "b")) + "\n")
+    examples, skipped = load_examples(path, LetterTokenizer(), 50)
+    assert len(examples) == 1 and skipped.counts == {"empty answer": 1}
+
+
 def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with pytest.raises(ValueError, match="cannot be read"):
@@ -314,6 +324,11 @@ def test_held_out_sequences_are_of_the_first_source_and_not_trained_on() -> None
             ValueError, match=rf"held_out is {count}: it must be in 1\.\.{most}, .*--held-out"
         ):
             split_held_out(20, count, 3, first)
+    for total, first in ((1, 1), (0, 0), (5, 0)):  # no number of them would do
+        with pytest.raises(
+            ValueError, match=rf"the data has {total} sequences, {first} of .*; give more data"
+        ):
+            split_held_out(total, 1, 3, first)
 
 
 def test_copies_of_held_out_texts_are_not_trained_on() -> None:

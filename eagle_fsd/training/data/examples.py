@@ -69,6 +69,8 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
         ]
+    elif not row.keys().isdisjoint(("conversations", "messages")):
+        turns = []  # a null says nothing, as an empty list does
     else:
         raise ValueError(
             f"{where}: no 'conversations', no 'messages' and no 'prompt' with 'completion' "
