@@ -142,11 +142,26 @@ def stored_run(folder: Path) -> dict[str, Any] | None:
     return dict(read_checkpoint(path, "run")["run"]) if path.is_file() else None
 
 
+# What decides a value of a run's identity that is a digest, and so says nothing itself.
+DIGESTS_OF = {
+    "start": "--init-head",
+    "tokens": "--data, --text, --max-length, --held-out",
+    "common": "--softmax-tokens",
+    "embedding": "--base-model",
+}
+
+
 def refuse_other_run(path: Path, stored: dict[str, Any], run: dict[str, Any]) -> None:
     """Raise ValueError if a checkpoint's run differs in what a resumed run may not change."""
-    if changed := differences(fixed_part(stored), fixed_part(run)):
-        dtype = ", or give --float32 or --no-float32 as it was" if "config.bfloat16" in changed else ""
-        raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it{dtype}")
+    old, new = fixed_part(stored), fixed_part(run)
+    if changed := differences(old, new):
+        flags = [flag for name, flag in DIGESTS_OF.items() if old.get(name) != new.get(name)]
+        if "config.bfloat16" in changed:
+            flags.append("--float32 or --no-float32")
+        as_before = f", or give {', '.join(flags)} as before" if flags else ""
+        raise ValueError(
+            f"{path} is of another run ({changed}); name another --output, or remove it{as_before}"
+        )
 
 
 def fixed_part(run: dict[str, Any]) -> dict[str, Any]:
