@@ -164,10 +164,11 @@ def test_a_run_killed_and_closed_with_its_terminal_has_the_losses_of_one_that_wa
     output = toy / "killed"
     total = steps_of(whole)
     kill(start(command(toy, output)), output, total // 5)
-    killed_at = steps_of(output)
-    close_terminal(command(toy, output), output, total // 2)
+    killed_at = steps_of(output)  # a busy machine may see late that it is far enough
+    further = (killed_at + total) // 2
+    close_terminal(command(toy, output), output, further)
     stopped_at = read_checkpoint(output / CHECKPOINT)["step"]
-    assert total // 5 <= killed_at < total // 2 <= stopped_at == steps_of(output) < total
+    assert total // 5 <= killed_at < further <= stopped_at == steps_of(output) < total
     run_here(command(toy, output))
     assert losses(output) == losses(whole)
     heads = [read_checkpoint(folder / BEST)["head"] for folder in (output, whole)]

@@ -55,11 +55,11 @@ def of_unchanged_file(read: Callable[..., Any]) -> Callable[..., Any]:
     """Return `read(path, ...)` that reads a file again only if it has changed."""
 
     @functools.cache
-    def once(path: str | os.PathLike[str], _stamp: tuple[int, ...], *given: Any) -> Any:
-        return read(path, *given)
+    def once(path: str | os.PathLike[str], _stamp: tuple[int, ...], *given: Any, **options: Any) -> Any:
+        return read(path, *given, **options)
 
-    def reader(path: str | os.PathLike[str], *given: Any) -> Any:
+    def reader(path: str | os.PathLike[str], *given: Any, **options: Any) -> Any:
         stat = os.stat(path)
-        return once(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns), *given)
+        return once(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns), *given, **options)
 
     return reader
