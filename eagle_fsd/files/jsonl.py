@@ -49,7 +49,6 @@ def is_whole(line: bytes) -> bool:
 
 def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
     """Parse one JSONL line. Raises ValueError naming `place` unless it is a JSON object."""
-    remedy = LIST_REMEDY if begins_list(line) else "repair or delete it"
     try:
         found = json.loads(line.decode(encoding))
     except (ValueError, RecursionError) as error:
@@ -59,16 +58,17 @@ def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
         elif isinstance(error, UnicodeDecodeError):
             reason = "not UTF-8"
         raise ValueError(
-            f"{place}: is not JSON ({reason}): each line must be one object; {remedy}"
+            f"{place}: is not JSON ({reason}): each line must be one object; {remedy_for(line)}"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{place}: is {line[:40]!r}, not an object; {remedy}")
+        raise ValueError(f"{place}: is {line[:40]!r}, not an object; {remedy_for(line)}")
     return found
 
 
-def begins_list(line: bytes) -> bool:
-    """Return whether a line may begin a file that is one list of rows, as many data sets are published."""
-    return re.match(rb"\s*\[\s*(\{|$)", line) is not None
+def remedy_for(line: bytes) -> str:
+    """Return what helps where a line is no row. Many data sets are published as one list of rows."""
+    begins_list = re.match(rb"\s*\[\s*(\{|$)", line)
+    return LIST_REMEDY if begins_list else "repair or delete it"
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
