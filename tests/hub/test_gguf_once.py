@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from support.tiny_gguf import write_gguf
+from support.tiny_gguf import tiny_weights, write_gguf
 
 from eagle_fsd import hub
 from eagle_fsd.hub.loading.gguf_once import gguf_read_once
@@ -19,17 +17,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    return write_gguf(tmp_path / "tiny.gguf", transformers.LlamaForCausalLM(config).state_dict())
+    return write_gguf(tmp_path / "tiny.gguf", tiny_weights())
 
 
 @pytest.fixture

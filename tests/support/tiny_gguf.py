@@ -1,11 +1,26 @@
-"""A tiny Llama as a GGUF file, in llama.cpp's names and row order."""
+"""A tiny Llama's weights, and a GGUF file of them in llama.cpp's names and row order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+import transformers
 from torch import Tensor
+
+
+def tiny_weights(seed: int = 0, tied: bool = False) -> dict[str, Tensor]:
+    """Make a Llama's weights for `write_gguf`. tied: the output matrix is the embedding's."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+    found = transformers.LlamaForCausalLM(config).state_dict()
+    if tied:
+        del found["lm_head.weight"]
+    return found
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Tensor]) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.tiny_gguf import write_gguf
+from support.tiny_gguf import tiny_weights, write_gguf
 from support.tiny_models import EAGER_ONLY, FAMILIES, greedy_alone, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -41,24 +41,12 @@ HEAVY = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dyna
 PROMPT, TREE = [3, 4, 5, 3, 4, 5, 3], TreeConfig(6, 4, 2)
 
 
-def weights(tied: bool, seed: int = 0) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=tied,
-    )  # fmt: skip
-    found = transformers.LlamaForCausalLM(config).state_dict()
-    if tied:
-        del found["lm_head.weight"]
-    return found
-
-
 @pytest.fixture
 def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GGUF file that has lain there for a while."""
     monkeypatch.setattr(weights_cache, "SETTLED", -1)
     (tmp_path / "models").mkdir()
-    return write(tmp_path / "models" / "tiny.gguf", weights(tied=False))
+    return write(tmp_path / "models" / "tiny.gguf", tiny_weights(tied=False))
 
 
 def write(path: Path, found: dict[str, torch.Tensor], hours: int = 1) -> Path:
@@ -82,7 +70,7 @@ def answer(model: EagleFSD) -> list[int]:
 
 @pytest.mark.parametrize(("weight_format", "tied"), [("float32", False), ("int8", True)])
 def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: bool) -> None:
-    write(gguf, weights(tied))
+    write(gguf, tiny_weights(tied=tied))
     first, second = (start(gguf, weight_format=weight_format) for _ in range(2))
     assert not stands_in(first) and stands_in(second)
     assert answer(second) == answer(first)
@@ -201,7 +189,7 @@ def test_nothing_is_kept_before_it_is_compared(
 def test_a_model_that_has_changed_since_is_not_taken_for_the_graphs_own(gguf: Path) -> None:
     start(gguf)
     model = start(gguf)
-    write(gguf, weights(tied=False, seed=1), hours=2)
+    write(gguf, tiny_weights(tied=False, seed=1), hours=2)
     with pytest.raises(ValueError, match="have changed since it was started"):
         model.target.model  # noqa: B018
     assert stands_in(model) and answer(model)
@@ -302,7 +290,7 @@ def test_other_settings_find_nothing_of_these(gguf: Path, other: dict[str, Any])
 
 def test_another_file_and_other_releases_find_nothing(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(gguf)
-    write(gguf, weights(tied=False, seed=1), hours=2)
+    write(gguf, tiny_weights(tied=False, seed=1), hours=2)
     assert not stands_in(start(gguf))
     monkeypatch.setattr(second_start, "__version__", "9.9")
     assert not stands_in(start(gguf))

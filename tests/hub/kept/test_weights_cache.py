@@ -20,7 +20,7 @@ import torch
 import transformers
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from support.tiny_gguf import write_gguf
+from support.tiny_gguf import tiny_weights, write_gguf
 
 from eagle_fsd import hub
 from eagle_fsd.files.atomic import hidden_beside
@@ -31,15 +31,6 @@ from eagle_fsd.hub.target_loader import Loaded
 
 WIDTH, VOCAB = 32, 64
 TEXTS = ["cab", "", " a  b\n\tc ", "aab abba", "<3><4>", "z" * 300, "Why is the sky blue?", "élan ☃ 空"]
-
-
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).state_dict()
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +45,7 @@ def gguf(tmp_path: Path) -> Path:
     """A GGUF file that has lain there for a while."""
     pytest.importorskip("gguf")
     (tmp_path / "models").mkdir()
-    return aged(write_gguf(tmp_path / "models" / "tiny.gguf", tensors()))
+    return aged(write_gguf(tmp_path / "models" / "tiny.gguf", tiny_weights()))
 
 
 def aged(path: Path) -> Path:
@@ -219,7 +210,7 @@ def test_the_cache_can_be_turned_off(
 def test_another_file_under_the_name_is_another_model(gguf: Path, conversions: list[str]) -> None:
     """Also with the size and the time of the first one."""
     before, times = hub.load_target(str(gguf)), gguf.stat()
-    write_gguf(gguf, tensors(seed=1))
+    write_gguf(gguf, tiny_weights(seed=1))
     os.utime(gguf, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert gguf.stat().st_size == times.st_size and gguf.stat().st_mtime_ns == times.st_mtime_ns
     after = hub.load_target(str(gguf))
@@ -402,7 +393,7 @@ def test_the_least_recently_used_folders_make_room(
     tmp_path: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
-    files = [aged(write_gguf(tmp_path / f"{seed}.gguf", tensors(seed))) for seed in range(3)]
+    files = [aged(write_gguf(tmp_path / f"{seed}.gguf", tiny_weights(seed))) for seed in range(3)]
     hub.load_target(str(files[0]))
     size = folder_size(weights_cache.folders()[0])
     monkeypatch.setattr(weights_cache, "MOST", int(2.5 * size))
@@ -499,6 +490,6 @@ def test_a_file_that_is_not_kept_is_read_for_its_digest_once(
     monkeypatch.setattr(weights_cache, "digest_file", lambda path: read.append(path) or digest_file(path))
     first, second = (weights_cache.find_origin(gguf, [], "x") for _ in range(2))
     assert first == second and len(read) == 1
-    write_gguf(gguf, tensors(seed=1))
+    write_gguf(gguf, tiny_weights(seed=1))
     changed = weights_cache.find_origin(gguf, [], "x")
     assert changed.digest == digest_file(gguf) != first.digest and len(read) == 2
