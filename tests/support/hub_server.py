@@ -52,7 +52,7 @@ class FakeHub:
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
-        self.failing = False  # answer everything with 501, which clients do not ask again after, as after 503
+        self.failing = False  # answer everything with 501: after a 503, clients try for 23 seconds
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
         self.port = self.server.server_address[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"

@@ -142,8 +142,8 @@ def stored_run(folder: Path) -> dict[str, Any] | None:
     return dict(read_checkpoint(path, "run")["run"]) if path.is_file() else None
 
 
-# What decides a value of a run's identity that is a digest, and so says nothing itself.
-DIGESTS_OF = {
+# The flags behind those values of a run's identity that are digests, which tell a reader nothing.
+FLAGS_OF_DIGESTS = {
     "start": "--init-head",
     "tokens": "--data, --text, --max-length, --held-out",
     "common": "--softmax-tokens",
@@ -155,7 +155,7 @@ def refuse_other_run(path: Path, stored: dict[str, Any], run: dict[str, Any]) ->
     """Raise ValueError if a checkpoint's run differs in what a resumed run may not change."""
     old, new = fixed_part(stored), fixed_part(run)
     if changed := differences(old, new):
-        flags = [flag for name, flag in DIGESTS_OF.items() if old.get(name) != new.get(name)]
+        flags = [flag for name, flag in FLAGS_OF_DIGESTS.items() if old.get(name) != new.get(name)]
         if "config.bfloat16" in changed:
             flags.append("--float32 or --no-float32")
         as_before = f", or give {', '.join(flags)} as before" if flags else ""
