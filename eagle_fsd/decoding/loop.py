@@ -16,13 +16,13 @@ from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.core.tree import root_only
+from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.logits.shared_noise import draft_noise
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Request, Text
-from eagle_fsd.decoding.steps.emission import emit_or_fail, note_logprobs, to_host
+from eagle_fsd.decoding.steps.emission import Step, emit_or_fail, note_logprobs, to_host
 from eagle_fsd.decoding.steps.rules import Group, apply_rules, show
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
@@ -65,25 +65,43 @@ def step(batch: Batch, keep_done: bool = False) -> dict[Text, list[int]]:
     logits are to blame.
     """
     with batch.accept_step.stepper.running(len(batch.texts)):
-        return draft_verify_accept_keep(batch, keep_done)
+        tree = draft(batch)
+        with batch.watch("verify"):
+            logits, features = batch.target.verify(tree)
+        verdict, steps, emitted = accept(batch, tree, logits)
+        with batch.watch("keep"):
+            if batch.active:
+                pairs = zip(batch.texts, steps, strict=True)
+                shown = [[] if text.done else of_text.tokens for text, of_text in pairs]
+                batch.roots = keep(batch.target, batch.drafter, verdict, features, shown, logits)
+                if not keep_done:
+                    batch.drop_done_rows()
+    return emitted
 
 
-def draft_verify_accept_keep(batch: Batch, keep_done: bool) -> dict[Text, list[int]]:
-    """Run one step; see `step`."""
-    target, drafter, watch, ranks = batch.target, batch.drafter, batch.watch, batch.target.ranks
+def draft(batch: Batch) -> DraftTree:
+    """Draft a tree on every row's root. On several ranks it is rank 0's."""
+    target, ranks = batch.target, batch.target.ranks
     check_step(ranks, [text.stats.new_tokens for text in batch.texts])
-    with watch("accept"):  # it is a part of drawing tokens, and no forward
+    with batch.watch("accept"):  # it is a part of drawing tokens, and no forward
         noise = draft_noise(batch.texts, batch.random, batch.tree, target.vocab_size)
-    with watch("draft"):
+    with batch.watch("draft"):
         if batch.tree.total_tokens == 1:  # the drafter is not asked, but is still shown what is emitted
             tree = root_only(batch.roots, 0)
         else:
-            tree = drafter.draft(batch.roots, batch.tree, noise)
-        tree = rank_0_tree(ranks, tree, batch.tree.total_tokens)
-    with watch("verify"):
-        logits, features = target.verify(tree)
-    with watch("accept"):
-        groups: list[Group] = []
+            tree = batch.drafter.draft(batch.roots, batch.tree, noise)
+        return rank_0_tree(ranks, tree, batch.tree.total_tokens)
+
+
+def accept(
+    batch: Batch, tree: DraftTree, logits: Tensor
+) -> tuple[Verdict, list[Step], dict[Text, list[int]]]:
+    """Apply each text's rule to its tree, and give each unfinished text the tokens of its path.
+
+    logits: [B, N, V]. Returns the verdict, its part of every row on the host, and the tokens emitted.
+    """
+    ranks, groups = batch.target.ranks, list[Group]()
+    with batch.watch("accept"):
         verdict = rank_0_verdict(ranks, tree, lambda: apply_rules(batch, tree, logits, groups))
         steps = to_host(verdict, tree.sources)  # the one place where a step waits
         emitted = {
@@ -94,14 +112,7 @@ def draft_verify_accept_keep(batch: Batch, keep_done: bool) -> dict[Text, list[i
         note_logprobs(batch.texts, emitted, logits, verdict)
     if batch.observer is not None:
         show(batch.observer, batch.texts, groups, emitted)
-    with watch("keep"):
-        if batch.active:
-            pairs = zip(batch.texts, steps, strict=True)
-            shown = [[] if text.done else of_text.tokens for text, of_text in pairs]
-            batch.roots = keep(target, drafter, verdict, features, shown, logits)
-            if not keep_done:
-                batch.drop_done_rows()
-    return emitted
+    return verdict, steps, emitted
 
 
 def keep(
