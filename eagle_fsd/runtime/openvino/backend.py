@@ -191,9 +191,8 @@ def copies_of(size: int, memory: int | None) -> int:
 
 def product_model(weight: Tensor, bias: Tensor | None) -> Any:
     """Return an openvino.Model of rows [n, in] times a weight [out, in]: [n, out]."""
-    import openvino
-    from openvino import opset13 as ops
-
+    openvino = library.openvino()
+    ops = openvino.opset13
     rows = ops.parameter([-1, weight.shape[1]], np.float32)
     plain = weight.detach().float().contiguous().numpy()
     made = ops.matmul(rows, openvino.op.Constant(plain, shared_memory=True), False, True)

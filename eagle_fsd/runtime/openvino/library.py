@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import locale
 import logging
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,8 @@ logger = logging.getLogger(__name__)
 EXTRA = "openvino"
 # Activations are rounded to 8 bits in groups of this many, as llama.cpp does, where weights have few bits.
 ACTIVATION_GROUP = 32
-MAKING = threading.Lock()  # of the one openvino.Core
+IMPORTING = threading.Lock()  # OpenVINO
+MAKING = threading.Lock()  # its one Core
 
 
 def is_installed() -> bool:
@@ -50,6 +53,30 @@ def require() -> None:
     raise ValueError(f"runtime is 'openvino': OpenVINO {need}, or use runtime torch")
 
 
+@functools.cache
+def openvino() -> Any:
+    """Return OpenVINO's module. Every import of it by this package goes through here, to be a quiet one.
+
+    OpenVINO tells its makers of each import and each conversion, unless the user has a file that says no: it
+    leaves a number for the user in the home folder, and forks the whole process to send it.
+    """
+    with IMPORTING, hidden("openvino_telemetry"):  # without it OpenVINO takes a stand-in that sends nothing
+        return importlib.import_module("openvino")
+
+
+@contextlib.contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Let imports of a module fail as if it were not installed, unless it has been imported before."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]  # this is how Python marks one
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
 def core() -> Any:
     """Return the process's one openvino.Core, which knows the operators that its CPU plugin adds."""
     with MAKING:
@@ -59,21 +86,17 @@ def core() -> Any:
 @functools.cache
 def make_core() -> Any:
     """Make what `core` returns."""
-    import openvino
-
-    made = openvino.Core()
+    made = openvino().Core()
     made.get_versions("CPU")
     return made
 
 
 def version() -> str:
-    import openvino
-
-    return str(openvino.__version__)
+    return str(openvino().__version__)
 
 
 def silence_telemetry() -> None:
-    """Let the converter send nothing about a user's models; for each event it forks the whole process."""
+    """Let the converter send nothing about a user's models, even if the caller had imported OpenVINO."""
     with contextlib.suppress(ImportError):  # another release may have other modules
         from openvino.tools.ovc import convert_impl, telemetry_stub, telemetry_utils, utils
 
@@ -91,7 +114,7 @@ def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any
     time, and torch keeps every trace until the process ends: 50 MB each of SmolLM2-135M's decoder. So it is
     traced once; what a target computes is compared when its graph is compiled (see target.admission).
     """
-    import openvino
+    ov = openvino()
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
     silence_telemetry()
@@ -100,7 +123,7 @@ def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any
     try:
         once = {"check_trace": False}
         decoder = TorchScriptPythonDecoder(network, example_input=examples, trace_kwargs=once)
-        return openvino.convert_model(decoder, extension=list(extensions) or None)
+        return ov.convert_model(decoder, extension=list(extensions) or None)
     finally:
         root.setLevel(level)
         root.filters[:], root.handlers[:] = filters, handlers

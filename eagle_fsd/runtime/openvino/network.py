@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
-from eagle_fsd.runtime.openvino.library import convert
+from eagle_fsd.runtime.openvino.library import convert, openvino
 from eagle_fsd.runtime.openvino.traced_attention import page_extension
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.packed_linear import plain_linears
@@ -106,8 +106,6 @@ class Traced(nn.Module):
 @torch.inference_mode()
 def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     """Return an openvino.Model of a network. Sizes of batches, of new tokens and of the cache stay open."""
-    import openvino
-
     # Tracing needs plain tensors: those of inference mode cannot be traced.
     # A model may be packed for torch meanwhile, whose products cannot be traced.
     with torch.inference_mode(False), torch.no_grad(), plain_linears(network):
@@ -115,7 +113,7 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
         extensions = [page_extension()] if layout.paged else []
         model = convert(Traced(network, work, layout), tuple(examples), extensions)
     for place, (port, example) in enumerate(zip(model.inputs, examples, strict=True)):
-        port.get_node().set_partial_shape(openvino.PartialShape(layout.shape(place, example)))
+        port.get_node().set_partial_shape(openvino().PartialShape(layout.shape(place, example)))
     model.validate_nodes_and_infer_types()
     return model
 
@@ -215,6 +213,4 @@ class Product:
 
 def shared(tensor: Tensor) -> Any:
     """Return an openvino.Tensor on a contiguous tensor's own memory."""
-    import openvino
-
-    return openvino.Tensor(tensor.numpy(), shared_memory=True)
+    return openvino().Tensor(tensor.numpy(), shared_memory=True)

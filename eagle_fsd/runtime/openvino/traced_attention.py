@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.runtime.openvino.block_cache import BLOCK
+from eagle_fsd.runtime.openvino.library import openvino
 
 
 def attend_blocks(
@@ -100,13 +101,12 @@ def attend_pages(
 
 def page_operator() -> Any:
     """Return OpenVINO's class of the operator, which it may change or take away; None if it has none."""
-    from openvino import op
-
-    return getattr(op, "_PagedAttentionExtension", None)
+    return getattr(openvino().op, "_PagedAttentionExtension", None)
 
 
 def page_extension() -> Any:
     """Return what lets OpenVINO's converter make its own operator of the one that stands for it."""
+    openvino()  # quietly
     from openvino.frontend.pytorch import ConversionExtension
 
     return ConversionExtension(OPERATOR, _convert)
@@ -114,8 +114,7 @@ def page_extension() -> Any:
 
 def _convert(context: Any) -> list[Any]:
     """Return the operator's output, given the traced one's inputs."""
-    from openvino import opset13 as ops
-
+    ops = openvino().opset13
     q, k, v, keys, values, *tables = (context.get_input(place) for place in range(12))
     lengths, starts, pages, page_starts, longest, relation, relation_starts = tables
     scale = context.get_values_from_const_input(12, None, float)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from eagle_fsd.runtime.openvino.library import openvino
+
 FLOAT32, BFLOAT16, INT8, PACKED = "float32", "bfloat16", "int8", "packed"
 FORMATS = (FLOAT32, BFLOAT16, INT8, PACKED)
 # In these a .gguf file's own blocks are kept. In float32 they are multiplied as the numbers that they stand
@@ -120,8 +122,7 @@ def constant_weight(node: Any) -> np.ndarray | None:
 
 def replace_products(products: Sequence[tuple[Any, Blocks]]) -> None:
     """Put one product with blocks in the place of products of one input, whose outputs it is split into."""
-    from openvino import opset13 as ops
-
+    ops = openvino().opset13
     rows = products[0][0].input_value(0)
     made = multiply_blocks(rows, Blocks.join([blocks for _, blocks in products]))
     if len(products) == 1:
@@ -135,8 +136,7 @@ def replace_products(products: Sequence[tuple[Any, Blocks]]) -> None:
 
 def multiply_blocks(rows: Any, blocks: Blocks) -> Any:
     """Return the node of rows [..., in] times a weight in blocks: [..., out]."""
-    from openvino import opset13 as ops
-
+    ops = openvino().opset13
     count, groups, group = blocks.integers.shape
     weight = ops.convert(integer_constant(blocks), np.float32)
     weight = ops.multiply(weight, ops.constant(np.ascontiguousarray(blocks.scales[:, :, None])))
@@ -152,11 +152,10 @@ def multiply_blocks(rows: Any, blocks: Blocks) -> Any:
 
 def integer_constant(blocks: Blocks) -> Any:
     """Return a constant [out, G, group] of 4 or 8 bits."""
-    import openvino
-
+    ov = openvino()
     if blocks.bits == 8:
-        return openvino.op.Constant(np.ascontiguousarray(blocks.integers))
+        return ov.op.Constant(np.ascontiguousarray(blocks.integers))
     nibbles = blocks.integers.reshape(-1).view(np.uint8) & 0xF
-    tensor = openvino.Tensor(openvino.Type.i4, openvino.Shape(list(blocks.integers.shape)))
+    tensor = ov.Tensor(ov.Type.i4, ov.Shape(list(blocks.integers.shape)))
     tensor.data.reshape(-1).view(np.uint8)[:] = nibbles[::2] | (nibbles[1::2] << 4)
-    return openvino.op.Constant(tensor, shared_memory=True)
+    return ov.op.Constant(tensor, shared_memory=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import locale
+import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +81,34 @@ def test_the_converter_sends_nothing_about_a_users_models(monkeypatch: pytest.Mo
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     library.convert(torch.nn.Linear(2, 3), (torch.zeros(1, 2),))
     assert resource.getrusage(resource.RUSAGE_CHILDREN) == children
+
+
+IMPORTS = """
+import os, resource, sys, time
+from eagle_fsd.runtime.openvino import library
+{first}
+library.openvino().Core()
+print("openvino_telemetry" in sys.modules, os.listdir(os.environ["HOME"]))
+import openvino_telemetry  # others may have it after that
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import openvino"])
+def test_an_import_of_openvino_sends_nothing(tmp_path: Path, first: str) -> None:
+    """By itself OpenVINO counts imports: it numbers the user in the home folder, unless it runs in CI."""
+    pytest.importorskip("openvino_telemetry", reason="openvino came without it")
+    few = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
+    few |= {"HOME": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}  # so that nobody is reached
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTS.format(first=first)],
+        env=few,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    counted = bool(first)  # so the test would see it
+    assert ran.stdout.split(maxsplit=1)[0] == str(counted)
+    assert (tmp_path / "intel").exists() == counted
 
 
 def test_a_network_is_traced_once() -> None:

@@ -103,8 +103,6 @@ def read(folder: Path) -> Any:
 
 def keep(graph: Any, folder: Path) -> None:
     """Save a graph in a folder that appears whole or not at all."""
-    import openvino
-
     # The graphs of one model must not push each other out, at every start anew.
     others = [one for one in tuple(_in_use) if one.parent == folder.parent and one != folder]
     size = constant_bytes(graph) + sum(map(folder_size, others))
@@ -115,7 +113,7 @@ def keep(graph: Any, folder: Path) -> None:
     partial = hidden_beside(folder)
     try:
         partial.mkdir()
-        openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)
+        library.openvino().save_model(graph, partial / GRAPH, compress_to_fp16=False)
         try:
             partial.rename(folder)
         except OSError:
@@ -151,11 +149,10 @@ def read_back(graph: Any) -> Any:
     Raises NoRoom if the disk of temporary files is full.
     """
     import numpy as np
-    import openvino
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            openvino.save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
+            library.openvino().save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
         except RuntimeError as error:  # OpenVINO's own, which does not say of what
             raise NoRoom(
                 f"{tempfile.gettempdir()} cannot take the {format_gigabytes(constant_bytes(graph))} of a "
@@ -163,7 +160,8 @@ def read_back(graph: Any) -> Any:
             ) from error
         weights = (Path(folder) / GRAPH).with_suffix(".bin").read_bytes()
         text = (Path(folder) / GRAPH).read_text(encoding="utf-8")
-        return library.core().read_model(text, openvino.Tensor(np.frombuffer(weights, dtype=np.uint8).copy()))
+        tensor = library.openvino().Tensor(np.frombuffer(weights, dtype=np.uint8).copy())
+        return library.core().read_model(text, tensor)
 
 
 def digest(tensors: Iterable[Tensor], parts: object) -> str:

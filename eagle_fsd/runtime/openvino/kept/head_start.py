@@ -115,12 +115,10 @@ class HeadStart:
 
 def compile_kept(one: Compiling) -> Any:
     """Compile a graph that is kept on disk. Raises RuntimeError if it is not there."""
-    import openvino
-
     folder = root_folder() / one.folder
     model = library.core().read_model(folder / GRAPH)
     if shapes_of(model) != one.shapes:
-        shapes = (openvino.PartialShape(shape) for shape in one.shapes)
+        shapes = (library.openvino().PartialShape(shape) for shape in one.shapes)
         model.reshape(dict(enumerate(shapes)))
     return library.compile_graph(model, one.precision, one.rounded, one.threads, folder)
 
