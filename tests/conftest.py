@@ -85,7 +85,8 @@ def interrupts_arrive() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the real engine is marked so."""
+    """Whatever uses the real engine is marked so. The longest test begins first, beside all others."""
     for item in items:
         if "smollm2" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)

@@ -245,6 +245,7 @@ def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPa
         exec(compile(block, name_of(page), "exec", dont_inherit=True), namespace)
 
 
+@pytest.mark.longest
 @pytest.mark.real
 def test_the_scripts_commands_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Any
