@@ -389,7 +389,8 @@ def test_a_plan_says_its_price(model: ScriptedModel, capsys: pytest.CaptureFixtu
         (Fuzzy(math.inf, price=3.5), AutoThreshold(0.02), "plan, price 3.5 of tokens (budget 0.02)"),
         (Fuzzy(math.inf, price=3.5), None, "plan, price 3.5 of tokens"),
         (Fuzzy(0.3), AutoThreshold(0.05), "js <= 0.3 hybrid (budget 0.05)"),
-        (Lossless(), AutoThreshold(0.05), "lossless"),
+        (Lossless(), AutoThreshold(0.05), "lossless (budget 0.05)"),
+        (Lossless(), None, "lossless"),
         (Cactus(), None, "cactus"),
     ],
 )

@@ -136,20 +136,22 @@ def summary(answer: Answer) -> str:
 def name_rule(answer: Answer) -> tuple[str, bool]:
     """Return a rule as the summary names it, and whether it has a threshold.
 
-    A plan is told by its price, and by a threshold only if that is below inf.
+    A plan is told by its price, and by a threshold only if that is below inf. A budget is named beside the
+    rule that was found for it, lossless text included.
     """
     from eagle_fsd.acceptance.rule_names import rule_fields
 
     fields = rule_fields(answer.rule)
     threshold, divergence = fields["threshold"], fields["divergence"]
+    budget = "" if answer.budget is None else f" (budget {answer.budget:g})"
     if not (divergence and threshold):
-        return "lossless" if threshold == 0 else fields["rule"], threshold is not None
+        return ("lossless" if threshold == 0 else fields["rule"]) + budget, threshold is not None
     limit = f"{divergence} <= {threshold} {fields['mode'] or fields['rule']}"
     if "price" in fields:
         paid = divergence if fields["cost"] == "divergence" else fields["cost"]
         plan = f"plan, price {float(fields['price']):g} of {paid}"
         limit = plan if threshold == "inf" else f"{plan}, {limit}"
-    return limit if answer.budget is None else f"{limit} (budget {answer.budget:g})", True
+    return limit + budget, True
 
 
 def format_speed(stats: GenerationStats, tokens: int) -> str:
