@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,13 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.commands import speed as script
-from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
+from eagle_fsd.evaluation.measure.llama_cpp import (
+    LLAMA_CPP,
+    LLAMA_CPP_LOOKUP,
+    LOOKUP_TOKENS,
+    LlamaCpp,
+    gguf_file,
+)
 from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import Setting, method
 from eagle_fsd.target.model import TargetModel
@@ -179,6 +186,28 @@ def test_the_script_races_it(
     assert "batch_size is 2 with llama.cpp: a context of llama.cpp takes one" in capsys.readouterr().err
 
 
+def test_prompt_lookup_is_llama_cpp_pythons_own_and_greedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, model = install(monkeypatch, []), engine(str(gguf(tmp_path)))
+    speculative = SimpleNamespace(LlamaPromptLookupDecoding=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
+    asked = []
+
+    def generate(_: FakeLibrary, prompt: list[int], **options: float) -> Iterator[int]:
+        asked.append((prompt, options))
+        return iter(range(100))
+
+    monkeypatch.setattr(FakeLibrary, "generate", generate, raising=False)
+    (prompt,) = prompts_of([5])
+    answers = method(LLAMA_CPP_LOOKUP, model, no_stock, setting())([prompt])
+    assert answers.tokens == [[0, 1, 2, 3]] and asked == [(prompt, {"temp": 0.0})]
+    assert library.calls[0][2]["draft_model"] == {"num_pred_tokens": LOOKUP_TOKENS}
+    assert library.calls[1:] == [("reset",)]
+    with pytest.raises(ValueError, match=r"llama\.cpp\+lookup has the temperature 0\.6: its own sampling"):
+        method(LLAMA_CPP_LOOKUP, model, no_stock, Setting(4, SAMPLED, TreeConfig(1)))
+
+
 def test_the_real_one_answers_as_the_target_does(smollm2: EagleFSD) -> None:
     """It computes in fewer bits, so later tokens may be others; the target finds its text as likely."""
     pytest.importorskip("llama_cpp", reason="it is not installed: pip install llama-cpp-python")
@@ -188,8 +217,11 @@ def test_the_real_one_answers_as_the_target_does(smollm2: EagleFSD) -> None:
     ends = smollm2.target.eos_token_ids
     (tokens,), (stats,) = peer.answer([ids], 32, SamplingConfig(), 0, ends)
     assert tokens[:8] == wanted[:8] and len(tokens) == stats.new_tokens == stats.steps == 32
-    likely = likelihoods(smollm2.target, [ids] * 2, [wanted, tokens])
-    assert likely[1] > likely[0] - 0.2
+    drafting = LlamaCpp(gguf_file(smollm2.base_model), len(ids) + 32, torch.get_num_threads(), lookup=True)
+    (looked_up,), _ = drafting.answer([ids], 32, SamplingConfig(), 0, ends)
+    assert len(looked_up) == 32
+    likely = likelihoods(smollm2.target, [ids] * 3, [wanted, tokens, looked_up])
+    assert min(likely[1:]) > likely[0] - 0.2
     assert peer.answer([ids], 32, SamplingConfig(), 0, ends)[0] == [tokens]
     (first, again, other) = (peer.answer([ids], 32, SAMPLED, seed, ends)[0][0] for seed in (1, 1, 2))
     assert first == again != other

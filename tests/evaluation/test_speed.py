@@ -125,7 +125,8 @@ def test_prompts_are_stretched_by_the_others() -> None:
     [
         (
             "fast",
-            "method is 'fast': it is none of hf, hf-compiled, lookup, llama.cpp, plain, and rule is 'fast'",
+            r"method is 'fast': it is none of hf, hf-compiled, lookup, llama.cpp, llama.cpp\+lookup, plain, "
+            "and rule is 'fast'",
         ),
         ("js:0.3:both", "mode is 'both'"),
         ("js:0.3@6", "tree is .6.: it must be"),

@@ -5,12 +5,12 @@
         --methods hf plain lossless js:0.6:paper:likeliest --likelihood --output runs/speed_sampling
 
 Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled with a static cache, and with
-prompt lookup; llama.cpp is that program on the target's own .gguf file (pip install llama-cpp-python); plain
-is our own loop without a draft; lossless; and any acceptance rule in a word, such as js:0.3,
-js:0.6:paper:target:min_p=0.2 or cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8,
-js:0.3@auto). A rule with +lookup drafts what the text repeats beside the head (lossless+lookup@16/5/8), and
-lookup@16/5/8 drafts so alone, with our own loop. Each answers every prompt, in rotating order; nothing else
-should run on the machine.
+prompt lookup; llama.cpp is that program on the target's own .gguf file (pip install llama-cpp-python), and
+llama.cpp+lookup the same with llama-cpp-python's prompt lookup, greedy; plain is our own loop without a
+draft; lossless; and any acceptance rule in a word, such as js:0.3, js:0.6:paper:target:min_p=0.2 or
+cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8, js:0.3@auto). A rule with +lookup drafts what
+the text repeats beside the head (lossless+lookup@16/5/8), and lookup@16/5/8 drafts so alone, with our own
+loop. Each answers every prompt, in rotating order; nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from eagle_fsd.core.stats import PHASES
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.markdown_table import filled_columns
-from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, build
+from eagle_fsd.evaluation.measure.llama_cpp import METHODS as LLAMA_CPP_METHODS
+from eagle_fsd.evaluation.measure.llama_cpp import build
 from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import PEERS, Setting, method, parse_own, race, tree_of
 from eagle_fsd.evaluation.plots import FAINT, INK, require_matplotlib, save
@@ -50,7 +51,10 @@ ORDER = (
     *(*(f"vs {base}" for base in BASELINES), "log p"),
 )
 METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
-ONE_AT_A_TIME = {"lookup": "Hugging Face's prompt lookup", LLAMA_CPP: "a context of llama.cpp"}
+ONE_AT_A_TIME = {
+    "lookup": "Hugging Face's prompt lookup",
+    **dict.fromkeys(LLAMA_CPP_METHODS, "a context of llama.cpp"),
+}
 Row = Mapping[str, Any]
 
 
@@ -90,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         names = ("base_model", "ea_model", "draft_vocab_size")
         made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.held)}
-        made |= ({"llama_cpp": build()} if LLAMA_CPP in methods else {}) | provenance(engine.device)
+        made |= ({"llama_cpp": build()} if {*LLAMA_CPP_METHODS} & {*methods} else {}) | provenance(
+            engine.device
+        )
         note = functools.partial(mean_likelihood, engine) if arguments.likelihood else None
         rows, file = [], arguments.output / "rows.jsonl"
         file.unlink(missing_ok=True)  # a race is run anew, not resumed

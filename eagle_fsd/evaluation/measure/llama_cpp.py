@@ -7,27 +7,37 @@ package llama-cpp-python is optional.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.hub.resolve import resolve_target
 
-LLAMA_CPP = "llama.cpp"  # the method's name
+LLAMA_CPP, LLAMA_CPP_LOOKUP = METHODS = ("llama.cpp", "llama.cpp+lookup")
+LOOKUP_TOKENS = 4  # that its prompt lookup proposes: on two cores 2 and 10, which it suggests, were slower
 SEEDS = 2**32 - 1  # the last number of 32 bits stands for a random seed there
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, which answers one prompt at a time. capacity: tokens of the longest text."""
+    """A GGUF file in llama.cpp, which answers one prompt at a time.
 
-    def __init__(self, file: Path, capacity: int, threads: int) -> None:
-        self._library = library()
-        self._model = self._library.Llama(
-            str(file), n_ctx=capacity, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
+    capacity: tokens of the longest text. lookup: draft what the text repeats, with llama-cpp-python's own
+    prompt lookup, which is for greedy texts here.
+    """
+
+    def __init__(self, file: Path, capacity: int, threads: int, lookup: bool = False) -> None:
+        self._library, self._lookup = library(), lookup
+        options: dict[str, Any] = {"n_ctx": capacity, "n_threads": threads, "n_threads_batch": threads}
+        if lookup:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
+            options["n_ctx"] += LOOKUP_TOKENS  # its last drafts may go beyond the text
+        self._model = self._library.Llama(str(file), verbose=False, **options)
 
     def answer(
         self,
@@ -43,16 +53,14 @@ class LlamaCpp:
         """
         (prompt,) = prompts
         tokens: list[int] = []
-        start = time.perf_counter()
-        self._model.reset()  # nothing of the prompt before is used again
-        self._model.eval(prompt)
-        prefilled = time.perf_counter()
-        with self._sampler(sampling, seed) as draw:
-            while True:
-                tokens.append(draw())
-                if tokens[-1] in end_tokens or len(tokens) == max_new_tokens:
+        start = prefilled = time.perf_counter()
+        with closing(self._tokens(prompt, sampling, seed)) as drawn:
+            for token in drawn:
+                if not tokens:
+                    prefilled = time.perf_counter()
+                tokens.append(token)
+                if token in end_tokens or len(tokens) == max_new_tokens:
                     break
-                self._model.eval(tokens[-1:])
         count = len(tokens)
         stats = GenerationStats(
             steps=count,
@@ -63,6 +71,19 @@ class LlamaCpp:
             finish_reason="stop" if tokens[-1] in end_tokens else "length",
         )
         return [tokens], [stats]
+
+    def _tokens(
+        self, prompt: Sequence[int], sampling: SamplingConfig, seed: int
+    ) -> Generator[int, None, None]:
+        """Yield the tokens of an answer, one after the other, without end."""
+        self._model.reset()  # nothing of the prompt before is used again
+        if self._lookup:
+            yield from self._model.generate(list(prompt), temp=0.0)
+        self._model.eval(prompt)
+        with self._sampler(sampling, seed) as draw:
+            while True:
+                yield (token := draw())
+                self._model.eval([token])
 
     @contextmanager
     def _sampler(self, sampling: SamplingConfig, seed: int) -> Iterator[Callable[[], int]]:

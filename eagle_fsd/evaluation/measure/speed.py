@@ -21,7 +21,8 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
+from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP_LOOKUP, LlamaCpp, gguf_file
+from eagle_fsd.evaluation.measure.llama_cpp import METHODS as LLAMA_CPP_METHODS
 from eagle_fsd.evaluation.measure.memory import memory
 from eagle_fsd.evaluation.prompt_sets import answer, batches, rotated
 from eagle_fsd.target.hf_generate import generate_alone
@@ -71,14 +72,20 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
         return lambda prompts: Answers(
             *generate_alone(target, prompts, most, sampling, seed, pad, options=options, endless=endless)
         )
-    if name == LLAMA_CPP:
+    if name in LLAMA_CPP_METHODS:
         if engine.device.type != "cpu":
             raise ValueError(
-                f"method {LLAMA_CPP} runs on the CPU, and the target on {engine.device}: name --device cpu, "
-                f"or leave {LLAMA_CPP} out of --methods"
+                f"method {name} runs on the CPU, and the target on {engine.device}: name --device cpu, "
+                f"or leave {name} out of --methods"
+            )
+        looks_up = name == LLAMA_CPP_LOOKUP
+        if looks_up and not sampling.greedy:
+            raise ValueError(
+                f"method {name} has the temperature {sampling.temperature:g}: its own sampling has another "
+                f"order; name --temperature 0, or leave {name} out of --methods"
             )
         capacity, threads = longest or engine.target.max_positions, torch.get_num_threads()
-        peer = LlamaCpp(gguf_file(engine.base_model), capacity, threads)
+        peer = LlamaCpp(gguf_file(engine.base_model), capacity, threads, looks_up)
         ends = () if endless else engine.target.eos_token_ids
         return lambda prompts: Answers(*peer.answer(prompts, most, sampling, seed, ends))
     own = parse_own(name)
@@ -149,7 +156,7 @@ HUGGING_FACE: dict[str, Callable[[], dict[str, Any]]] = {
     "hf-compiled": compiled,
     LOOKUP: lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
 }
-PEERS = (*HUGGING_FACE, LLAMA_CPP)  # the methods that are other programs
+PEERS = (*HUGGING_FACE, *LLAMA_CPP_METHODS)  # the methods that are other programs
 
 
 def race(
