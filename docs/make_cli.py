@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eagle_fsd.cli.answer_report import JSON_KEYS
 from eagle_fsd.cli.console import COMMANDS, PROGRAM, Command, Group
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 
 ROOT = Path(__file__).parents[1]
 

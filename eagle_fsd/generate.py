@@ -27,10 +27,10 @@ from eagle_fsd.cli.arguments import (
     read_prompt_arguments,
     require_threshold,
 )
-from eagle_fsd.cli.flag_types import USAGE
-from eagle_fsd.cli.flags import build_parser
-from eagle_fsd.cli.model_flags import begin_early, without_collector
-from eagle_fsd.cli.processing_flags import with_bad_words
+from eagle_fsd.cli.flags.model import begin_early, without_collector
+from eagle_fsd.cli.flags.parser import build_parser
+from eagle_fsd.cli.flags.processing import with_bad_words
+from eagle_fsd.cli.flags.types import USAGE
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import (
     BROKEN_PIPE,

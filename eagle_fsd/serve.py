@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import check_early, generation_options
-from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
-from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
-from eagle_fsd.cli.processing_flags import with_bad_words
+from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags, begin_early
+from eagle_fsd.cli.flags.parser import add_generation_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.flags.processing import with_bad_words
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.core.checks import INTERRUPTED, require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake

@@ -36,7 +36,7 @@ from eagle_fsd import (
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
 from eagle_fsd.cli.answer_report import JSON_KEYS, Answer, summary
 from eagle_fsd.cli.arguments import make_rule, make_tree
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.runtime.ranks import ALONE

@@ -26,7 +26,7 @@ from eagle_fsd.acceptance.calibration import (
 )
 from eagle_fsd.autotune import step_costs
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.checks import override
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.measure.speed import PEERS, parse_own

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from eagle_fsd.cli.flag_types import AUTO, NO_HEAD
-from eagle_fsd.cli.processing_flags import processing_options
+from eagle_fsd.cli.flags.processing import processing_options
+from eagle_fsd.cli.flags.types import AUTO, NO_HEAD
 from eagle_fsd.core.checks import require_utf8
 from eagle_fsd.core.config import (
     AutoThreshold,

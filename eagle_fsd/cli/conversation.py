@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.cli.flags.types import AUTO
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.files.atomic import write_atomically
 

@@ -18,7 +18,7 @@ from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import draw, warp
 from eagle_fsd.drafting.draft_model import DraftModelSpec

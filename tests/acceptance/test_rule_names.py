@@ -18,7 +18,7 @@ from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule, rule_fields
-from eagle_fsd.cli.flags import RULE_NAMES
+from eagle_fsd.cli.flags.parser import RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree

@@ -21,7 +21,7 @@ import eagle_fsd
 from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.accept_step import accept
-from eagle_fsd.cli import flags
+from eagle_fsd.cli.flags import parser
 from eagle_fsd.core.config import CHILDREN
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import draw, warp
@@ -280,7 +280,7 @@ def test_trap_18_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(stats.steps == stats.new_tokens == 16 and stats.seconds > 0 for stats in baseline.stats)
     documented = EagleFSD.target_alone.__doc__ or ""
     assert "baseline" in documented and "Hugging Face `generate`" in documented
-    (flag,) = (a for a in flags.build_parser()._actions if "--baseline" in a.option_strings)
+    (flag,) = (a for a in parser.build_parser()._actions if "--baseline" in a.option_strings)
     assert "Hugging Face generate" in (flag.help or "")
 
 

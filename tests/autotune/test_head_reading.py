@@ -17,7 +17,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.autotune import head_reading
 from eagle_fsd.autotune.head_reading import own_text, settle_head
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.drafting.eagle3.config import Reading
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.readings import reading_losses

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from eagle_fsd import generate
-from eagle_fsd.cli.model_flags import without_collector
+from eagle_fsd.cli.flags.model import without_collector
 
 
 @pytest.mark.parametrize("was_on", [True, False])

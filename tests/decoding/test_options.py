@@ -12,7 +12,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.target.model import TargetModel
 

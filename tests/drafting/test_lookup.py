@@ -22,7 +22,7 @@ from eagle_fsd.acceptance.accept_step import GivenUniforms, accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES, LISTED_DIVERGENCES, sparse_divergence
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.autotune.tree_search import TreeObserver, path_scores
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Terms, Text

@@ -14,7 +14,7 @@ from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_head, tiny
 from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.hub.loading import target as loading_target
 from eagle_fsd.target.model import TargetModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from eagle_fsd.cli.flag_types import parse_taps
+from eagle_fsd.cli.flags.types import parse_taps
 from eagle_fsd.drafting.eagle3.export import EAGLE
 
 

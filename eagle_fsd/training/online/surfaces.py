@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.cli.flags.types import AUTO
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.places import require_new_folder
 

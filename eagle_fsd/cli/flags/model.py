@@ -7,7 +7,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from eagle_fsd.cli.flag_types import parse_taps
+from eagle_fsd.cli.flags.types import parse_taps
 from eagle_fsd.cli.ranks import add_split_flag
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 

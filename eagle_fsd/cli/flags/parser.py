@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from eagle_fsd.cli.flag_types import (
+from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
+from eagle_fsd.cli.flags.processing import add_answer_flags, add_processing_flags, add_template_flag
+from eagle_fsd.cli.flags.types import (
     AUTO,
     COSTS,
     PRESETS,
@@ -14,8 +16,6 @@ from eagle_fsd.cli.flag_types import (
     OneLineParser,
     parse_auto_or,
 )
-from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
-from eagle_fsd.cli.processing_flags import add_answer_flags, add_processing_flags, add_template_flag
 from eagle_fsd.core.config import CHILDREN, MODES, AutoThreshold, TreeConfig
 from eagle_fsd.version import __version__
 
