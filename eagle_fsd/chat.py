@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, TextIO
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.arguments import check_early
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, as_utf8, read_messages
-from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags, begin_early
+from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.flags.processing import add_template_flag, with_bad_words
-from eagle_fsd.cli.ranks import on_every_rank
-from eagle_fsd.core.checks import BROKEN_PIPE, defer_interrupt, discard_stdout, one_line, tell
-from eagle_fsd.core.config import AutoThreshold
-from eagle_fsd.generate import (
+from eagle_fsd.cli.mistakes import (
     CLOSED,
     UserError,
     explain_lack_of_memory,
-    load_model,
     raise_user_errors,
     report_mistake,
     report_stdout,
 )
+from eagle_fsd.cli.ranks import on_every_rank
+from eagle_fsd.cli.start import begin_early, load_model
+from eagle_fsd.core.checks import BROKEN_PIPE, defer_interrupt, discard_stdout, one_line, tell
+from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 

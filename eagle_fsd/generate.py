@@ -8,14 +8,9 @@ text so far is kept); 141 if the reader of stdout went away. An unexpected excep
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
-import os
 import sys
-import traceback
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
@@ -27,17 +22,23 @@ from eagle_fsd.cli.arguments import (
     read_prompt_arguments,
     require_threshold,
 )
-from eagle_fsd.cli.flags.model import begin_early, without_collector
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.cli.flags.processing import with_bad_words
-from eagle_fsd.cli.flags.types import USAGE
+from eagle_fsd.cli.mistakes import (
+    CLOSED,
+    UserError,
+    explain_lack_of_memory,
+    raise_user_errors,
+    report_mistake,
+    report_stdout,
+)
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
+from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import (
     BROKEN_PIPE,
     INTERRUPTED,
     defer_interrupt,
     discard_stdout,
-    one_line,
     report_interrupt,
     tell,
 )
@@ -55,15 +56,6 @@ if TYPE_CHECKING:
     from eagle_fsd.decoding.outputs import TokenStream
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
-
-CLOSED = "stdout is closed: the text needs it; open it"
-
-
-class UserError(Exception):
-    """A user's mistake, shown as one line on stderr; the exit code is 2."""
-
-
-# -- running ----------------------------------------
 
 
 def answer_prompt(
@@ -148,63 +140,6 @@ def for_target_alone(options: GenerationOptions) -> GenerationOptions:
     """Return the options for the target alone: its seed is one number, and it has no log-probabilities."""
     ((seed, _row),) = options.seed
     return replace(options, seed=seed, logprobs=None)
-
-
-@contextlib.contextmanager
-def raise_user_errors() -> Iterator[None]:
-    """Raise UserError for a ValueError or OSError within, or for lack of memory.
-
-    Other exceptions keep their tracebacks.
-    """
-    try:
-        with explain_lack_of_memory():
-            yield
-    except (ValueError, OSError) as error:
-        raise UserError(one_line(error)) from error
-
-
-@contextlib.contextmanager
-def explain_lack_of_memory() -> Iterator[None]:
-    """Raise UserError if memory ends within: a GPU's often does."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        from eagle_fsd.core.devices import ran_out_of_memory
-
-        if not ran_out_of_memory(error):
-            raise
-        raise UserError(
-            f"out of memory ({one_line(error, 120)}): models, texts and trees must fit on the device; free "
-            "some there, ask for less, or use a smaller dtype or model"
-        ) from error
-
-
-# -- the program ----------------------------------------
-
-
-@without_collector()
-def load_model(args: Namespace) -> EagleFSD:
-    """Load the engine that the flags name. Messages of the libraries stay off unless --verbose is given."""
-    if not args.verbose:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported: progress bars
-    import transformers
-
-    from eagle_fsd.core.devices import resolve_device, resolve_dtype
-    from eagle_fsd.engine import EagleFSD
-    from eagle_fsd.hub.loading.options import LoadOptions
-    from eagle_fsd.hub.resolve import DEFAULT_TARGET
-
-    resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
-    if args.verbose:
-        logging.basicConfig(format="%(message)s")
-        logging.getLogger("eagle_fsd").setLevel(logging.INFO)
-    else:
-        transformers.utils.logging.set_verbosity_error()
-        # What transformers will change in itself is no news to whoever asks a question.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    base_model = DEFAULT_TARGET if args.base_model is None else args.base_model
-    options = LoadOptions(**{field.name: getattr(args, field.name) for field in fields(LoadOptions)})
-    return EagleFSD.from_pretrained(base_model, args.ea_model, options)
 
 
 def run(args: Namespace, out: TextIO) -> int:
@@ -297,25 +232,9 @@ def answer_prompts(
     return 0
 
 
-def report_mistake(program: str, error: object, verbose: bool = False) -> int:
-    """Write a mistake as one line, below the traceback if that is wanted, and return the exit code."""
-    if verbose:
-        traceback.print_exc()
-    tell(f"{program}: error: {one_line(error)}")
-    return USAGE
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and return the exit code."""
     return on_every_rank(program, argv)
-
-
-def report_stdout(program: str, error: OSError) -> int:
-    """Report a full stdout and return the exit code. Raises any other error anew."""
-    if error.errno != errno.ENOSPC:
-        raise error
-    discard_stdout()
-    return report_mistake(program, f"stdout takes no more ({error.strerror}): make room")
 
 
 def program(argv: Sequence[str] | None = None) -> int:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import check_early, generation_options
-from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags, begin_early
+from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.flags.processing import with_bad_words
+from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
+from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import INTERRUPTED, require_integer, require_number
-from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted

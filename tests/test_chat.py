@@ -23,8 +23,9 @@ from support.full_disk import FullDisk
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
 from torch import Tensor
 
-from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat, generate
+from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
 from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, write_calibrations
+from eagle_fsd.cli import mistakes
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.tree import DraftTree
@@ -109,7 +110,7 @@ def test_a_chat_needs_a_stdout_that_takes_its_text(
 def reported(report: Any, program: str, error: OSError) -> int:
     """Report a full stdout, which here is no stdout of a process that could be sent nowhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "discard_stdout", lambda: None)
+        patch.setattr(mistakes, "discard_stdout", lambda: None)
         return report(program, error)
 
 

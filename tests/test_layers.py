@@ -23,8 +23,8 @@ WINGS = [
     {"engine"},
     {"cli", "evaluation", "storage"},
     {"training"},  # which measures the heads that it trains
-    {"generate", "serving"},
-    {"serve", "chat"},
+    {"generate", "chat", "serving"},
+    {"serve"},
     {"integrations"},  # other programs' ways to reach all of this
 ]
 RANK = {wing: rank for rank, line in enumerate(WINGS) for wing in line}
@@ -40,7 +40,7 @@ KNOWS_HUGGING_FACE = {
     "training",
     "evaluation",
     "integrations",
-    "generate",
+    "cli",  # to load a model
 }
 
 

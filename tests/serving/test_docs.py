@@ -21,7 +21,7 @@ from support.serving import running, settings, until
 from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy, serve
-from eagle_fsd.generate import UserError
+from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.errors import Code

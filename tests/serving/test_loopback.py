@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from eagle_fsd.generate import UserError
+from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serve import address_of, listen
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-from collections.abc import Iterator
 
 from eagle_fsd.cli.flags.types import parse_taps
 from eagle_fsd.cli.ranks import add_split_flag
-from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,36 +119,3 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="convert a .gguf file's weights again, and keep no copy in ~/.cache/eagle_fsd",
     )
-
-
-# The flags that tell which graphs are compiled at a start.
-OF_GRAPHS = (
-    *("base_model", "ea_model", "draft_model", "draft_layers", "full_vocabulary", "lookup"),
-    *("runtime", "weight_format", "dtype", "head_dtype", "device"),
-    *("total_tokens", "depth", "tree_top_k", "min_confidence"),
-)
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Look for no reference cycles inside the block.
-
-    Imports make hundreds of thousands of objects that stay. Going through them again and again takes an
-    eighth of the imports' time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def begin_early(args: argparse.Namespace) -> None:
-    """Let OpenVINO compile what it compiled at the last start with these flags, while torch is imported.
-
-    HEAD_START.end must follow, once the graphs are in use or nothing will use them.
-    """
-    if args.runtime != "torch" and args.tp_plan is None and args.device_map is None:
-        HEAD_START.begin({name: getattr(args, name) for name in OF_GRAPHS})

@@ -15,7 +15,7 @@ from support.tiny_engine import tiny_engine
 from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, TreeConfig, chat, generate
-from eagle_fsd.cli.flags import model
+from eagle_fsd.cli import start
 from eagle_fsd.files.kept_folders import OFF
 from eagle_fsd.runtime.openvino import backend, library
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -230,7 +230,7 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             calls.append("complete" if complete else "end")
 
     recorder = Recorder()
-    for module in (model, generate, chat):
+    for module in (start, generate, chat):
         monkeypatch.setattr(module, "HEAD_START", recorder)
     return calls
 

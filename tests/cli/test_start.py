@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from eagle_fsd import generate
-from eagle_fsd.cli.flags.model import without_collector
+from eagle_fsd.cli.flags.parser import build_parser
+from eagle_fsd.cli.start import load_model, without_collector
 
 
 @pytest.mark.parametrize("was_on", [True, False])
@@ -28,5 +28,5 @@ def test_it_rests_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
 
     found: list[bool] = []
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *args, **kwargs: found.append(gc.isenabled()))
-    generate.load_model(generate.build_parser().parse_args(["Hello"]))
+    load_model(build_parser().parse_args(["Hello"]))
     assert found == [False] and gc.isenabled()

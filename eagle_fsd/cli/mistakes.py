@@ -1,0 +1,62 @@
+"""A user's mistakes: what counts as one, and how a program reports it, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import traceback
+from collections.abc import Iterator
+
+from eagle_fsd.cli.flags.types import USAGE
+from eagle_fsd.core.checks import discard_stdout, one_line, tell
+
+CLOSED = "stdout is closed: the text needs it; open it"
+
+
+class UserError(Exception):
+    """A user's mistake, shown as one line on stderr; the exit code is 2."""
+
+
+@contextlib.contextmanager
+def raise_user_errors() -> Iterator[None]:
+    """Raise UserError for a ValueError or OSError within, or for lack of memory.
+
+    Other exceptions keep their tracebacks.
+    """
+    try:
+        with explain_lack_of_memory():
+            yield
+    except (ValueError, OSError) as error:
+        raise UserError(one_line(error)) from error
+
+
+@contextlib.contextmanager
+def explain_lack_of_memory() -> Iterator[None]:
+    """Raise UserError if memory ends within: a GPU's often does."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        from eagle_fsd.core.devices import ran_out_of_memory
+
+        if not ran_out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory ({one_line(error, 120)}): models, texts and trees must fit on the device; free "
+            "some there, ask for less, or use a smaller dtype or model"
+        ) from error
+
+
+def report_mistake(program: str, error: object, verbose: bool = False) -> int:
+    """Write a mistake as one line, below the traceback if that is wanted, and return the exit code."""
+    if verbose:
+        traceback.print_exc()
+    tell(f"{program}: error: {one_line(error)}")
+    return USAGE
+
+
+def report_stdout(program: str, error: OSError) -> int:
+    """Report a full stdout and return the exit code. Raises any other error anew."""
+    if error.errno != errno.ENOSPC:
+        raise error
+    discard_stdout()
+    return report_mistake(program, f"stdout takes no more ({error.strerror}): make room")

@@ -1,0 +1,75 @@
+"""A program's start: graphs compile while torch is imported, and the engine that the flags name is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from eagle_fsd.engine import EagleFSD
+
+# The flags that tell which graphs are compiled at a start.
+OF_GRAPHS = (
+    *("base_model", "ea_model", "draft_model", "draft_layers", "full_vocabulary", "lookup"),
+    *("runtime", "weight_format", "dtype", "head_dtype", "device"),
+    *("total_tokens", "depth", "tree_top_k", "min_confidence"),
+)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Look for no reference cycles inside the block.
+
+    Imports make hundreds of thousands of objects that stay. Going through them again and again takes an
+    eighth of the imports' time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def begin_early(args: argparse.Namespace) -> None:
+    """Let OpenVINO compile what it compiled at the last start with these flags, while torch is imported.
+
+    HEAD_START.end must follow, once the graphs are in use or nothing will use them.
+    """
+    if args.runtime != "torch" and args.tp_plan is None and args.device_map is None:
+        HEAD_START.begin({name: getattr(args, name) for name in OF_GRAPHS})
+
+
+@without_collector()
+def load_model(args: argparse.Namespace) -> EagleFSD:
+    """Load the engine that the flags name. Messages of the libraries stay off unless --verbose is given."""
+    if not args.verbose:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported: progress bars
+    import transformers
+
+    from eagle_fsd.core.devices import resolve_device, resolve_dtype
+    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.hub.loading.options import LoadOptions
+    from eagle_fsd.hub.resolve import DEFAULT_TARGET
+
+    resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
+    if args.verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("eagle_fsd").setLevel(logging.INFO)
+    else:
+        transformers.utils.logging.set_verbosity_error()
+        # What transformers will change in itself is no news to whoever asks a question.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    base_model = DEFAULT_TARGET if args.base_model is None else args.base_model
+    options = LoadOptions(**{field.name: getattr(args, field.name) for field in fields(LoadOptions)})
+    return EagleFSD.from_pretrained(base_model, args.ea_model, options)
