@@ -95,25 +95,42 @@ def require_prompt(record: Mapping[str, Any], place: str) -> str:
 
 def without_prompt(place: str) -> ValueError:
     return ValueError(
-        f"{place}: has no prompt: it needs a string `prompt` or `question`, a list `turns`, or chat "
-        "`messages` or `conversations` with a user's turn"
+        f"{place}: has no prompt: it needs a string `prompt`, `question` or `instruction`, a list `turns`, "
+        "or chat `messages`, `conversations` or `prompt` with a user's turn"
     )
 
 
 def find_prompt(record: Mapping[str, Any]) -> str | None:
     """Return the prompt of a row in any of the usual formats; None if it has none.
 
-    It is `prompt`, `question`, the first of `turns`, or the user's first turn of `messages` ({role, content})
-    or of ShareGPT's `conversations` ({from, value}). A turn may say its text in parts.
+    It is `prompt`, `question`, the first of `turns`, Alpaca's `instruction` with its `input`, or the user's
+    first turn of `messages` ({role, content}), of ShareGPT's `conversations` ({from, value}) or of TRL's
+    `prompt`, which is a list of messages. A turn may say its text in parts.
     """
-    turns = record.get("turns")
+    turns, prompt = record.get("turns"), record.get("prompt")
     first = turns[0] if turns and isinstance(turns, list) else None
+    words = None if is_chat(prompt) else prompt
     # A merged table has all columns, most of them null.
-    found = first_known(record.get("prompt"), record.get("question"), first)
+    found = first_known(words, record.get("question"), first, instruction_of(record))
     if found is None:
         found = next((words_of(turn) for turn in turns_of(record) if asks(turn)), None)
         found = joined_parts(found)
     return found if isinstance(found, str) else None
+
+
+def instruction_of(record: Mapping[str, Any]) -> Any:
+    """Return what a row of Alpaca asks: its instruction, and after a blank line its input if it has one."""
+    asked, more = record.get("instruction"), record.get("input")
+    if isinstance(asked, str) and isinstance(more, str):
+        return "\n\n".join(text for text in (asked, more) if text.strip())
+    return asked
+
+
+def is_chat(words: Any) -> bool:
+    """Return whether a value is a list of messages, and not a text in parts."""
+    return isinstance(words, list) and all(
+        isinstance(turn, Mapping) and not turn.keys().isdisjoint(("role", "from")) for turn in words
+    )
 
 
 def joined_parts(words: Any) -> Any:
@@ -132,15 +149,18 @@ def says_more(record: Mapping[str, Any]) -> bool:
 
 def turns_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the turns of a row that is a chat, none of any other."""
-    chat = first_known(record.get("messages"), record.get("conversations"))
+    prompt = record.get("prompt")
+    chat = first_known(
+        record.get("messages"), record.get("conversations"), prompt if is_chat(prompt) else None
+    )
     return [turn for turn in chat if isinstance(turn, dict)] if isinstance(chat, list) else []
 
 
 def asked_texts(record: Mapping[str, Any]) -> list[str]:
     """Return what users ask in a row of any of these formats, in all its turns."""
     found: list[str] = []
-    for name in ("prompt", "question", "turns", "messages", "conversations"):
-        value = record.get(name)
+    values = [record.get(name) for name in ("prompt", "question", "turns", "messages", "conversations")]
+    for value in (*values, instruction_of(record)):
         for one in value if isinstance(value, list) else [value]:
             text = one
             if isinstance(one, Mapping):

@@ -396,6 +396,14 @@ def test_plans_that_cannot_be(field: str) -> None:
         ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, "a"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "a"),
         ({"conversations": [{"role": "user", "content": "a"}]}, "a"),
+        ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, "a"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant"}]}, "a"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, None),
+        ({"instruction": "a", "output": "b"}, "a"),
+        ({"instruction": "a", "input": "", "output": "b"}, "a"),
+        ({"instruction": "a", "input": "of b", "output": "c"}, "a\n\nof b"),
+        ({"prompt": None, "instruction": "a"}, "a"),
+        ({"instruction": 7}, None),
         ({"conversations": [{"from": "gpt", "value": "b"}]}, None),
         ({"turns": []}, None),
         ({"turns": "a"}, None),
@@ -473,6 +481,10 @@ def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(tmp_path: Path
     shared = {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": prompts[0]}]}
     held.write_text("".join(json.dumps(row) + "\n" for row in (later, shared, {"prompt": ["Why not"]})))
     assert without_overlap(prompts, [held]) == prompts[:1]
+    asked = {"instruction": "Please repeat:", "input": "one two three four five six seven eight"}
+    tuned = {"prompt": [{"role": "user", "content": "why"}], "completion": [{"role": "assistant"}]}
+    held.write_text("".join(json.dumps(row) + "\n" for row in (asked, tuned)))
+    assert without_overlap(prompts, [held]) == ["one two three four", "Why not?"]
     held.write_text('{"text": "one two three four five six seven eight"}\n')
     with pytest.raises(ValueError, match=r"held.jsonl:1: has no prompt"):
         without_overlap(prompts, [held])

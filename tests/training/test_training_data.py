@@ -146,6 +146,89 @@ def test_chats_of_every_spelling_are_the_same_turns(tmp_path: Path) -> None:
     assert skipped.counts == {"answer before any question": 1}
 
 
+QUESTION, ANSWER = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        ({"prompt": "hi", "completion": "yes"}, [QUESTION, ANSWER]),
+        ({"prompt": [{"type": "text", "text": "hi"}], "completion": "yes"}, [QUESTION, ANSWER]),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION, ANSWER]),
+        ({"prompt": [QUESTION, ANSWER, QUESTION], "completion": "yes"}, [QUESTION, ANSWER] * 2),
+        ({"prompt": [{"from": "human", "value": "hi"}], "completion": [ANSWER]}, [QUESTION, ANSWER]),
+        ({"instruction": "hi", "output": "yes"}, [QUESTION, ANSWER]),
+        ({"instruction": "hi", "input": "", "output": "yes", "text": "Below is"}, [QUESTION, ANSWER]),
+        ({"instruction": "hi", "input": None, "output": "yes"}, [QUESTION, ANSWER]),
+        ({"instruction": "", "input": "hi", "output": "yes"}, [QUESTION, ANSWER]),
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "yes"},
+            [{"role": "user", "content": "Add.\n\n1, 2"}, ANSWER],
+        ),
+        ({"messages": None, "prompt": None, "completion": None, "instruction": "hi", "output": "yes"}, None),
+        ({"messages": [], "prompt": "hi", "completion": "yes"}, None),
+    ],
+)
+def test_pairs_of_every_kind_are_turns(row: dict[str, Any], turns: list[dict[str, str]] | None) -> None:
+    """None stands for the question and the answer: a merged table's other fields are null."""
+    assert turns_of(row, "here") == (turns or [QUESTION, ANSWER])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": 7, "completion": "yes"},
+        {"instruction": "hi", "output": ["yes"]},
+        {"prompt": [QUESTION, {"role": "user"}], "completion": [ANSWER]},
+    ],
+)
+def test_a_malformed_pair_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"here: turns must be a list .*; remove the row"):
+        turns_of(row, "here")
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"text": "x"}, r"\(keys: \['text'\]\); see eagle-fsd train head --help"),
+        ({"prompt": "x"}, r"\(keys: \['prompt'\]\); let the target answer the file .* train synthesize"),
+        ({"instruction": "x"}, "; let the target answer the file first"),
+        ({"turns": ["x"]}, "; let the target answer the file first"),
+    ],
+)
+def test_a_row_of_no_known_kind_is_told_the_kinds(row: dict[str, Any], remedy: str) -> None:
+    kinds = (
+        "no 'conversations', no 'messages', no 'prompt' with 'completion' and no 'instruction' with 'output'"
+    )
+    with pytest.raises(ValueError, match=f"^here: {kinds} .*{remedy}"):
+        turns_of(row, "here")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "hi", "completion": None}, "empty answer"),
+        ({"instruction": "hi", "output": None}, "empty answer"),
+        ({"prompt": [QUESTION], "completion": []}, "empty answer"),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [{}]}, ANSWER]},
+            "an answer without text, such as a call of a tool",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": None}]},
+            "an answer without text, such as a call of a tool",
+        ),
+    ],
+)
+def test_rows_whose_answer_is_null_are_skipped_and_counted(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(conversation("a", "b")) + "\n")
+    examples, skipped = load_examples(path, LetterTokenizer(), 50)
+    assert len(examples) == 1 and skipped.counts == {reason: 1}
+
+
 @pytest.mark.parametrize(
     ("chat", "message"),
     [

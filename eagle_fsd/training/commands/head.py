@@ -5,7 +5,8 @@
     accelerate launch -m eagle_fsd.training.commands.head --shards runs/features/answers --output runs/head
 
 Rows: {"conversations": [{"role", "content"}, ...]}, the same as "messages" or in ShareGPT's {"from",
-"value"}, or {"prompt", "completion"}. The target computes their features once, and they are kept under
+"value"}, {"prompt", "completion"} as texts or as lists of messages, or Alpaca's {"instruction", "input",
+"output"}. The target computes their features once, and they are kept under
 --features for later runs; with --online they are computed batch by batch and not kept. Ctrl-C, SIGTERM
 or the end of the terminal stops a run, and the same command continues it. OUTPUT/curves.png shows its curves.
 """

@@ -5,9 +5,9 @@
     eagle-fsd train synthesize --dataset openai/gsm8k --dataset-config main --output runs/answers.jsonl
     eagle-fsd train synthesize --self-prompts 2000 --output runs/answers.jsonl
 
-Rows may be ShareGPT `conversations`, chat `messages` (the user's first turn counts), or a plain `prompt`,
-`question` or `turns`. A target without a chat template continues its prompts as they are. The same command
-continues a run that was stopped.
+Rows may be ShareGPT `conversations`, chat `messages` or a `prompt` of messages (the user's first turn
+counts), Alpaca's `instruction` with its `input`, or a plain `prompt`, `question` or `turns`. A target without
+a chat template continues its prompts as they are. The same command continues a run that was stopped.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
             found.append(prompt)
     if not found:
         raise ValueError(
-            f"data set {name!r}, split {split!r}: no row has a prompt, question, turns, messages or "
-            "conversations; choose another"
+            f"data set {name!r}, split {split!r}: no row has a prompt, question, turns, instruction, "
+            "messages or conversations; choose another"
         )
     return found
 

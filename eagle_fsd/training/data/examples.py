@@ -1,7 +1,8 @@
 """Turn text into training examples: token ids and a mask of what the head learns from. It knows no tensors.
 
 A row is either a conversation (`conversations` or `messages`: [{role, content}, ...], or ShareGPT's
-[{from, value}, ...]) or a pair (`prompt`, `completion`). A turn may say its text in parts. The mask marks the
+[{from, value}, ...]) or a pair: `prompt` and `completion`, each a text or TRL's list of messages, or Alpaca's
+`instruction` and `output` with an optional `input`. A turn may say its text in parts. The mask marks the
 tokens after which the target writes a token of the answer, from the prompt's last token on: the head learns
 to predict the target's feature *at* these tokens. An end token is context for later turns and is never
 marked.
@@ -22,7 +23,7 @@ import jinja2
 from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.text.chat import plain_text
-from eagle_fsd.text.prompt_files import joined_parts, read_asked
+from eagle_fsd.text.prompt_files import find_prompt, instruction_of, is_chat, joined_parts, read_asked
 
 MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
 # Scripts that put no spaces between words: Thai to Burmese, Khmer, Kana, and Chinese characters.
@@ -59,22 +60,18 @@ class Skipped:
 
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """Return the chat turns of a row of any kind, checked, each with its role and content."""
-    both = [row[name] for name in ("conversations", "messages") if row.get(name) is not None]
-    chats = [chat for chat in both if chat != []] or both
-    if chats:
-        turns = chats[0]
-    elif "prompt" in row and "completion" in row:
-        turns = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["completion"]},
-        ]
-    elif not row.keys().isdisjoint(("conversations", "messages")):
-        turns = []  # a null says nothing, as an empty list does
-    else:
+    """Return the chat turns of a row of any kind, checked, each with its role and content.
+
+    Raises NoSingleText for an answer without text.
+    """
+    turns = find_turns(row)
+    if turns is None:
+        remedy = "see eagle-fsd train head --help"
+        if find_prompt(row) is not None:
+            remedy = "let the target answer the file first, with eagle-fsd train synthesize --prompts"
         raise ValueError(
-            f"{where}: no 'conversations', no 'messages' and no 'prompt' with 'completion' "
-            f"(keys: {sorted(row)}); see eagle-fsd train head --help"
+            f"{where}: no 'conversations', no 'messages', no 'prompt' with 'completion' and no 'instruction' "
+            f"with 'output' (keys: {sorted(row)}); {remedy}"
         )
     made = [normalize_turn(turn, where) for turn in turns] if isinstance(turns, list) else [None]
     if None in made:
@@ -85,10 +82,37 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     return made
 
 
+def find_turns(row: dict[str, Any]) -> Any:
+    """Return the turns of a row as they are there, which may be malformed; None for a row of no known kind.
+
+    A merged table has the fields of all kinds, most of them null. A null says nothing, as an empty list does.
+    """
+    chats = [row[name] for name in ("conversations", "messages") if name in row]
+    pairs = [
+        (question, row[answer])
+        for name, answer, question in (
+            ("prompt", "completion", row.get("prompt")),
+            ("instruction", "output", instruction_of(row)),
+        )
+        if name in row and answer in row
+    ]
+    if chat := next((chat for chat in chats if chat is not None and chat != []), None):
+        return chat
+    for question, answer in pairs:
+        if question is not None and answer is not None:
+            return [*said_by("user", question), *said_by("assistant", answer)]
+    return next((chat for chat in chats if chat is not None), []) if chats or pairs else None
+
+
+def said_by(role: str, words: Any) -> list[Any]:
+    """Return one side of a pair as turns: what is no list of messages is said in one turn of this role."""
+    return words if is_chat(words) else [{"role": role, "content": words}]
+
+
 def normalize_turn(turn: Any, where: str) -> dict[str, str] | None:
     """Return a turn with `role` and `content`, from ShareGPT's names and text in parts too.
 
-    None if it is malformed.
+    None if it is malformed. Raises NoSingleText for an answer without text.
     """
     if not isinstance(turn, dict):
         return None
@@ -100,6 +124,8 @@ def normalize_turn(turn: Any, where: str) -> dict[str, str] | None:
                 "or remove the row"
             )
         turn = {"role": role, "content": turn.get("value")}
+    if turn.get("role") == "assistant" and turn.get("content", ...) is None:
+        raise NoSingleText("an answer without text, such as a call of a tool")
     if isinstance(parts := turn.get("content"), list):
         turn = {**turn, "content": joined_parts(parts)}
     well_formed = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
@@ -189,7 +215,11 @@ def load_examples(
     for number, row in read_jsonl(Path(path)):
         if limit is not None and len(examples) >= limit:
             break
-        turns = turns_of(row, f"{path}:{number}")
+        try:
+            turns = turns_of(row, f"{path}:{number}")
+        except NoSingleText as why:
+            skipped.add(str(why))
+            continue
         if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
             skipped.add("empty answer")
             continue
