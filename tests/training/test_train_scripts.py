@@ -127,6 +127,38 @@ def test_heads_are_trained_for_targets_of_several_kinds(
     assert record["held_out"] == best["held_out"] and record["best_step"] == best["step"]
 
 
+@pytest.mark.parametrize("command", ["head", "features", "rank"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"no usable row \(the file is empty\); give a file with answers"),
+        ("\n\n", r"no usable row \(the file is empty\); give a file with answers"),
+        ('{"text": "x"}\n', "1: no 'conversations', "),
+        ('{"prompt": "x"}\n', "1: no 'conversations', .*; let the target answer the file first"),
+        ('{"messages": [{"role": "user"}]}\n', "1: turns must be a list"),
+    ],
+)
+def test_a_file_that_teaches_nothing_is_found_before_the_target_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, content: str, message: str
+) -> None:
+    monkeypatch.setattr(hub, "resolve_target", lambda name, **more: pytest.fail(name))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(content)
+    more = "--ea-model x --draft-vocab-size 9" if command == "rank" else ""
+    with ends_in_one_line(rf"\S+rows\.jsonl:\s?{message}"):
+        run_command(command, f"--data {rows} --output {tmp_path}/out {more}")
+
+
+def test_a_first_row_that_is_skipped_lets_the_others_teach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    call = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(json.dumps(call) + "\n" + rows)
+    assert train("run")["sequences"] == len(rows.splitlines()) - 2
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     with sole_run(tmp_path / "run"), pytest.raises(SystemExit, match=r"/run is in use: .* another --output"):
