@@ -14,20 +14,16 @@ or the end of the terminal stops a run, and the same command continues it. OUTPU
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
@@ -38,7 +34,6 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.places import require_folder
-from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
@@ -69,16 +64,14 @@ from eagle_fsd.training.eagle3.options import add_eagle3, check_training
 from eagle_fsd.training.loss import Head, LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
-from eagle_fsd.training.run.exports import digest_run, note_export, require_export
+from eagle_fsd.training.run.exports import finish, require_export
 from eagle_fsd.training.run.folder import (
-    BEST,
     CHECKPOINT,
     flatten,
     read_checkpoint,
     refuse_other_run,
     sole_run,
     stored_run,
-    write_record,
 )
 from eagle_fsd.training.run.process import end_together
 from eagle_fsd.training.run.settings import add_settings, settle_defaults
@@ -268,33 +261,6 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
         refuse_other_run(path, {"config": run["config"]}, {"config": asdict(config)})
     if args.export is not None:
         require_export(args.export, args.output, run)
-
-
-def finish(
-    args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any], layers: int
-) -> None:
-    """Write the run's record and, if the run has ended, export the best head. layers: of the target."""
-    run = digest_run(trainer.identity)
-    record |= {**provenance(), "run": run, "steps": trainer.step, "training_seconds": round(trainer.seconds)}
-    if trainer.stop:
-        record["stopped"] = True
-        logger.warning("stopped at step %d: the same command continues from there", trainer.step)
-    else:
-        best = read_checkpoint(args.output / BEST, "head", "step", "held_out")
-        record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
-        record["best_step"] = best["step"]
-    write_record(args.output, record, trained=trainer.step > trainer.resumed_at)
-    if args.export and not trainer.stop:
-        require_export(args.export, args.output, trainer.identity)  # somebody may have come first
-        trainer.head.load_state_dict(best["head"])
-        note = functools.partial(note_export, args.output, run, args.export, best["step"])
-        if isinstance(trainer.head, Eagle3Head):
-            names = (layers, args.layout, torch.float16, args.base_model)
-            hub.save_eagle3_head(trainer.head, args.export, *names, written=note)
-        else:
-            restricted = trainer.head.restrict(drafted, text_tokens(args))
-            hub.save_head(restricted, args.export, dtype=torch.float16, written=note)
-        logger.info("exported step %d to %s", best["step"], args.export)
 
 
 def starting_head(

@@ -6,10 +6,19 @@ may not change, so that another run in the same folder does not inherit them.
 
 from __future__ import annotations
 
+import argparse
+import functools
+import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from eagle_fsd import hub
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
 from eagle_fsd.files.places import require_folder, require_room
@@ -22,7 +31,11 @@ from eagle_fsd.hub.head_checkpoint import (
     find_head_file,
 )
 from eagle_fsd.hub.head_digest import head_digests
-from eagle_fsd.training.run.folder import fixed_part
+from eagle_fsd.training.cli import text_tokens
+from eagle_fsd.training.run.folder import BEST, fixed_part, read_checkpoint, write_record
+from eagle_fsd.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 EXPORTS = "exports.jsonl"
 FOLDED_FROM = "folded_from"  # in a config.json: the digest of the weights that the head had before
@@ -32,6 +45,33 @@ HEAD_FILES = (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME)
 def digest_run(identity: Mapping[str, Any]) -> str:
     """Return a digest of what a resumed run may not change. identity: see Trainer.run_identity."""
     return digest_json(fixed_part(dict(identity)))
+
+
+def finish(
+    args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any], layers: int
+) -> None:
+    """Write the run's record and, if the run has ended, export the best head. layers: of the target."""
+    run = digest_run(trainer.identity)
+    record |= {**provenance(), "run": run, "steps": trainer.step, "training_seconds": round(trainer.seconds)}
+    if trainer.stop:
+        record["stopped"] = True
+        logger.warning("stopped at step %d: the same command continues from there", trainer.step)
+    else:
+        best = read_checkpoint(args.output / BEST, "head", "step", "held_out")
+        record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
+        record["best_step"] = best["step"]
+    write_record(args.output, record, trained=trainer.step > trainer.resumed_at)
+    if args.export and not trainer.stop:
+        require_export(args.export, args.output, trainer.identity)  # somebody may have come first
+        trainer.head.load_state_dict(best["head"])
+        note = functools.partial(note_export, args.output, run, args.export, best["step"])
+        if isinstance(trainer.head, Eagle3Head):
+            names = (layers, args.layout, torch.float16, args.base_model)
+            hub.save_eagle3_head(trainer.head, args.export, *names, written=note)
+        else:
+            restricted = trainer.head.restrict(drafted, text_tokens(args))
+            hub.save_head(restricted, args.export, dtype=torch.float16, written=note)
+        logger.info("exported step %d to %s", best["step"], args.export)
 
 
 def exports_of(output: Path, run: str | None) -> list[dict[str, Any]]:
