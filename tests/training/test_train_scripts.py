@@ -190,6 +190,23 @@ def test_a_finished_run_exports_again_with_a_draft_vocabulary(
         train("run", "--export {}/none --draft-vocab-size 0")
 
 
+def test_a_run_without_an_export_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    with caplog.at_level(logging.INFO):
+        record = train("run")
+    (said,) = [text for text in caplog.messages if "--export" in text]
+    assert said == (
+        f"step {record['best_step']} has the best head: the same command with --export FOLDER writes it, "
+        "without training, and `eagle-fsd generate --base-model tiny --ea-model FOLDER` drafts with it"
+    )
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        train("run", "--export {}/head")
+    assert not [text for text in caplog.messages if "--export" in text]
+
+
 def test_a_head_is_trained_on_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     train("first", "--export {}/head --float32 --max-length 40")

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -50,7 +51,10 @@ def digest_run(identity: Mapping[str, Any]) -> str:
 def finish(
     args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any], layers: int
 ) -> None:
-    """Write the run's record and, if the run has ended, export the best head. layers: of the target."""
+    """Write the run's record and, if the run has ended, export the best head, or say how it is exported.
+
+    layers: of the target.
+    """
     run = digest_run(trainer.identity)
     record |= {**provenance(), "run": run, "steps": trainer.step, "training_seconds": round(trainer.seconds)}
     if trainer.stop:
@@ -72,6 +76,14 @@ def finish(
             restricted = trainer.head.restrict(drafted, text_tokens(args))
             hub.save_head(restricted, args.export, dtype=torch.float16, written=note)
         logger.info("exported step %d to %s", best["step"], args.export)
+    elif not trainer.stop:
+        target = "" if args.base_model == hub.DEFAULT_TARGET else f"--base-model {quote(args.base_model)} "
+        logger.info(
+            "step %d has the best head: the same command with --export FOLDER writes it, without training, "
+            "and `eagle-fsd generate %s--ea-model FOLDER` drafts with it",
+            best["step"],
+            target,
+        )
 
 
 def exports_of(output: Path, run: str | None) -> list[dict[str, Any]]:
