@@ -229,12 +229,12 @@ class Trainer:
         SIGTERM, Ctrl-C and a terminal that closes end the run early and set `stop`.
         """
         self.resume()
-        main = self.accelerator.is_main_process
-        if main:
+        shown = self.accelerator.is_main_process and self.progress() < 1
+        if self.accelerator.is_main_process:
             cut_log(self.folder, self.step)
         result: dict[str, Any] = {}
-        total = None if self.config.minutes else round(self.config.epochs * self.steps_per_epoch)
-        bar = tqdm(total=total, initial=self.step, unit="step", mininterval=10, disable=not main)
+        total = None if self.config.minutes else math.ceil(self.config.epochs * self.steps_per_epoch)
+        bar = tqdm(total=total, initial=self.step, unit="step", mininterval=10, disable=not shown)
         with stop_on_signals(self), bar, closing(self.lessons()) as lessons:
             while True:
                 self.agree()
@@ -252,7 +252,7 @@ class Trainer:
                 saves = self.step % self.config.checkpoint_every == 0
                 if evaluates or saves or len(self.unread) >= self.report_every:
                     self.log_steps()
-                    bar.set_postfix(loss=f"{report.loss:.3f}", done=f"{self.progress():.1%}", refresh=False)
+                    bar.set_postfix_str(f"loss={report.loss:.3f}, done={min(self.progress(), 1):.1%}", False)
                 if evaluates:
                     result = self.evaluate_and_keep()
                 if saves:
@@ -327,7 +327,7 @@ class Trainer:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         self.resumed_at = self.step
-        logger.info("resumed at step %d", self.step)
+        logger.info("%s at step %d", "ended" if self.progress() >= 1 else "resumed", self.step)
         return True
 
     def run_identity(self) -> dict[str, Any]:

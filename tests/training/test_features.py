@@ -18,7 +18,7 @@ from support.training_world import (
 
 from eagle_fsd.files.fingerprints import differences, target_identity
 from eagle_fsd.training.data.examples import Example
-from eagle_fsd.training.data.features import OnlineFeatures, compute_features, estimate, extract
+from eagle_fsd.training.data.features import Cost, OnlineFeatures, compute_features, estimate, extract
 from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
 
 WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
@@ -179,6 +179,27 @@ def test_a_shard_whose_parts_do_not_fit_is_damaged(
     message = rf"is no whole feature shard \({why}.*\); remove it and extract again"
     with pytest.raises(ValueError, match=message):
         StoredFeatures([tmp_path], WHO)
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (Cost(0, 0, 0.0), "all are there"),
+        (Cost(40, 5_840, 3.4), "40 tokens, 0.01 MB on disk, about 3 seconds"),
+        (Cost(2_000, 2_314_000, 66.0), "2,000 tokens, 2.31 MB on disk, about 1.1 minutes"),
+        (Cost(2_000_000, 2_314_000_000, 3600.0), "2,000,000 tokens, 2.31 GB on disk, about 60.0 minutes"),
+    ],
+)
+def test_a_cost_is_said_in_units_of_its_size(cost: Cost, said: str) -> None:
+    assert str(cost) == said
+
+
+def test_what_is_there_shows_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, examples = tiny_target().base_model, [Example([1, 2, 3], [True] * 3)]
+    extract(target, examples, tmp_path, WHO)
+    assert " 1/1 [" in capsys.readouterr().err
+    extract(target, examples, tmp_path, WHO)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_extraction_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,8 +322,10 @@ def test_empty_answers_are_left_out_and_counted(tmp_path: Path, caplog: pytest.L
     assert caplog.text.count("2 conversations left out: the target's answer is empty") == 2
 
 
-def test_a_finished_run_makes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor the answers that were empty; a file that was removed is made anew, whole."""
+def test_a_finished_run_makes_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor the answers that were empty, and without a bar; a file that was removed is made anew, whole."""
 
     class Blank(LetterTokenizer):
         def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -338,8 +340,10 @@ def test_a_finished_run_makes_nothing_again(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(conversations, "write_answers", counted)
     path = tmp_path / "a.jsonl"
-    for _ in range(2):
+    for bar in ("5/5 [", ""):
         assert answer_prompts(target_of("llama"), Blank(), PROMPTS, PLAN, path) == []
+        said = capsys.readouterr().err
+        assert bar in said and bool(said) == bool(bar)
     assert asked == [[0, 1, 2, 3, 4], []]
     path.unlink()
     assert len(answers(path)) == 5

@@ -80,6 +80,25 @@ def test_a_killed_run_leaves_every_step_once_in_the_log(tmp_path: Path, kill_aft
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("minutes", [0.0, 60.0])
+def test_a_run_that_has_ended_shows_no_progress_beyond_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, minutes: float
+) -> None:
+    """Nor a bar of no step, when it is started again. Its last step may be of more batches than are left."""
+    config = replace(FAST, accumulate=2, epochs=3, minutes=minutes)
+    trainer = trainer_for(tmp_path, config)
+    steps = config.epochs * trainer.steps_per_epoch
+    assert steps == 4.5
+    trainer.run()
+    shown = capsys.readouterr().err
+    assert "done=100.0%" in shown and trainer.step == math.ceil(steps)
+    assert minutes or f" {trainer.step}/{trainer.step} [" in shown
+    with caplog.at_level("INFO"):
+        trainer_for(tmp_path, config).run()
+    assert capsys.readouterr().err == ""
+    assert f"ended at step {trainer.step}" in caplog.messages
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     """Whatever the losses depend on must be what it was; the run's length and its pauses need not."""
     config, data = replace(FAST, epochs=0.5), sequences()[2:]

@@ -264,7 +264,8 @@ def fill(
     left = [question for question in questions if question.number not in done]
     tokens = 0
     file.path.touch()
-    with tqdm(total=len(questions), initial=len(done), desc=file.path.name, unit="row", mininterval=2) as bar:
+    settled = {"total": len(questions), "initial": len(questions) - len(left), "disable": not left}
+    with tqdm(desc=file.path.name, unit="row", mininterval=2, **settled) as bar:
         start = time.monotonic()
         for answer in write_answers(target, left, max_new_tokens, rows):
             row = {"number": answer.number, "complete": answer.complete, **row_of(answer)}

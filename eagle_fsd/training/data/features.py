@@ -103,8 +103,11 @@ class Cost:
     seconds: float
 
     def __str__(self) -> str:
-        minutes = self.seconds / 60
-        return f"{self.tokens:,} tokens, {self.size / 1e9:.2f} GB on disk, about {minutes:.1f} minutes"
+        if not self.tokens:
+            return "all are there"
+        size = f"{self.size / 1e9:.2f} GB" if self.size >= 1e8 else f"{self.size / 1e6:.2f} MB"
+        time = f"{self.seconds / 60:.1f} minutes" if self.seconds >= 60 else f"{self.seconds:.0f} seconds"
+        return f"{self.tokens:,} tokens, {size} on disk, about {time}"
 
 
 def estimate(
@@ -213,7 +216,8 @@ def extract(
     starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
     missing = [one for one in starts if not shard_path(folder, one[0]).is_file()]
     done, name = len(starts) - len(missing), f"features of {folder.name}"
-    for number, start in tqdm(missing, name, len(starts), initial=done, unit="shard", mininterval=5):
+    settled = {"total": len(starts), "initial": done, "disable": not missing}
+    for number, start in tqdm(missing, name, unit="shard", mininterval=5, **settled):
         path = shard_path(folder, number)
         if path.is_file():  # another run has made it meanwhile
             continue
