@@ -131,7 +131,10 @@ def check_gguf(path: Path) -> None:
 
 
 def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
-    """Find a head: a weights file, a folder, a Hub id with an optional @revision; None: the shipped one."""
+    """Find a head: a weights file, a folder, a Hub id with an optional @revision; None: the shipped one.
+
+    The default target's name stands for the head that is shipped for it, unless a folder here has that name.
+    """
     if ea_model is None:
         folder = shipped_head(base_model)
         return HeadSource(str(folder), folder, find_head_file(folder, str(folder)))
@@ -140,6 +143,8 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
         return HeadSource(ea_model, path, find_head_file(path, ea_model))
     if path.is_file() or path.suffix in (".safetensors", *BIN_SUFFIXES):
         return HeadSource(ea_model, path.parent, path)
+    if ea_model == DEFAULT_TARGET:
+        return resolve_head(None, DEFAULT_TARGET)
     repo, revision = split_hub_id(ea_model, "draft head", "a folder, a .safetensors or a .bin file")
     return HeadSource(ea_model, *download_head(repo, revision, ea_model))
 

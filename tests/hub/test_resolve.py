@@ -445,6 +445,10 @@ def test_shipped_heads_of_known_targets(
         source = hub.resolve_head(None, name)
         assert source == hub.HeadSource(str(weights), weights, weights / "model.safetensors")
         assert is_shipped_head(source.folder)
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve_head("smollm2-135m", "owner/other") == source
+    head_checkpoint.save_head(DraftHead(HEAD_CONFIG), tmp_path / "smollm2-135m")
+    assert hub.resolve_head("smollm2-135m", "smollm2-135m").folder == Path("smollm2-135m")
     head_checkpoint.save_head(DraftHead(HEAD_CONFIG), tmp_path / "other")
     (tmp_path / "link").symlink_to(weights)
     assert is_shipped_head(tmp_path / "link")  # the same folder by another name

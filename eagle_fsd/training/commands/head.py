@@ -104,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="names in an exported EAGLE-3 head: those of EAGLE, which vLLM and SGLang read, or those of "
         "the speculators library, which vLLM reads too; default: %(default)s",
     )
-    add("--init-head", help="a head to start from, a folder or a Hub id (default: a new one for the target)")
+    text = f"start from this head, not a new one: a folder, a Hub id or {hub.DEFAULT_TARGET}, the shipped one"
+    add("--init-head", help=text)
     add(
         "--intermediate-size",
         type=int,
