@@ -174,6 +174,21 @@ def test_mistakes_of_a_user_are_one_line(world: World) -> None:
             world.train("refused", **options)
 
 
+def test_a_run_of_the_other_kind_of_head_is_refused_by_its_kind(
+    world: World, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the target is loaded, and whatever else differs in the settings of the kinds."""
+    world.train("plain", "--epochs 1", "plain", eagle3="")
+    monkeypatch.setattr(hub, "resolve_target", lambda name: pytest.fail(name))
+    rest = "a folder has one run, and its head stays of one kind; name another folder, or"
+    with ends_in_one_line(
+        rf"--output names .*/plain, .* the run of an EAGLE-1/2 head: {rest} leave --eagle3 out"
+    ):
+        world.train("plain", "--epochs 1")
+    with ends_in_one_line(rf"--output names .*/run, .* the run of an EAGLE-3 head: {rest} add --eagle3"):
+        world.train("run", "--epochs 1", eagle3="")
+
+
 def test_features_names_what_taps_cost(world: World, tmp_path: Path, caplog: Any) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')

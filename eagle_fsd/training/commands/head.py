@@ -60,7 +60,7 @@ from eagle_fsd.training.eagle3.new_head import (
     new_head,
     require_window,
 )
-from eagle_fsd.training.eagle3.options import add_eagle3, check_training
+from eagle_fsd.training.eagle3.options import add_eagle3, check_training, refuse_other_kind
 from eagle_fsd.training.loss import Head, LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
@@ -258,6 +258,7 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     if args.features is not None:
         require_folder("--features", args.features)
     if (run := stored_run(args.output)) is not None:
+        refuse_other_kind(args, run)
         path = args.output / CHECKPOINT
         refuse_other_run(path, {"config": run["config"]}, {"config": asdict(config)})
     if args.export is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from eagle_fsd.cli.flags.types import parse_taps
 from eagle_fsd.drafting.eagle3.export import EAGLE
@@ -48,3 +50,19 @@ def check_training(args: argparse.Namespace) -> None:
                 raise ValueError(
                     f"--{name.replace('_', '-')} with --init-head: that head's own are kept; leave it out"
                 )
+
+
+def refuse_other_kind(args: argparse.Namespace, run: Mapping[str, Any]) -> None:
+    """Raise ValueError if the run in the folder of --output has a head of the other kind.
+
+    run: its identity.
+    """
+    held = "taps" in run["head"]
+    if held != args.eagle3:
+        kind, flag = (
+            ("an EAGLE-3 head", "add --eagle3") if held else ("an EAGLE-1/2 head", "leave --eagle3 out")
+        )
+        raise ValueError(
+            f"--output names {args.output}, which holds the run of {kind}: a folder has one run, and its "
+            f"head stays of one kind; name another folder, or {flag}"
+        )
