@@ -14,6 +14,7 @@ from support.tiny_models import HIDDEN, VOCAB, greedy_alone, prompts_of, tiny_mo
 from support.training_world import FAST, InMemory, require_exact_resume
 from torch import Tensor
 
+from eagle_fsd.drafting.eagle3.config import usual_taps
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Predictor, Eagle3Vocabulary
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -23,7 +24,14 @@ from eagle_fsd.training.data.examples import Example
 from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract
 from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
 from eagle_fsd.training.eagle3.loss import best_drafted, drafted_probabilities, eagle3_loss
-from eagle_fsd.training.eagle3.new_head import START, choose_taps, last_norm, make_trainable, new_head
+from eagle_fsd.training.eagle3.new_head import (
+    START,
+    choose_taps,
+    default_taps,
+    last_norm,
+    make_trainable,
+    new_head,
+)
 from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.loss import LossWeights, embed, unroll
 from eagle_fsd.training.optimizer import HeadOptimizer
@@ -262,6 +270,13 @@ def test_taps_of_shards_are_the_targets_hidden_states(tmp_path: Path) -> None:
     extract(TARGET.decoder, EXAMPLES, tmp_path / "plain", WHO)
     with pytest.raises(ValueError, match=r"have no taps: an EAGLE-3 head that reads the taps \[1, 2\]"):
         StoredFeatures([tmp_path / "plain"], WHO, (1, 2))
+
+
+def test_few_layers_have_three_taps_too() -> None:
+    """Low, middle and high, each once; more layers have those that every engine assumes."""
+    assert [default_taps(layers) for layers in (3, 4, 5, 6)] == [(1, 2, 3), *[(2, 3, 4)] * 3]
+    assert all(default_taps(layers) == usual_taps(layers) for layers in (1, 2, *range(7, 99)))
+    assert choose_taps(TargetModel(tiny_model("llama", num_hidden_layers=6)), None) == (2, 3, 4)
 
 
 def test_the_usual_taps_and_those_that_are_not_there() -> None:

@@ -22,7 +22,7 @@ NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # nam
 def choose_taps(target: TargetModel, taps: Sequence[int] | None) -> tuple[int, ...]:
     """Return the taps that are asked for, or the usual ones. Raises ValueError if they are not there."""
     layers = target.config.num_hidden_layers
-    chosen = usual_taps(layers) if taps is None else tuple(taps)
+    chosen = default_taps(layers) if taps is None else tuple(taps)
     if not all(1 <= tap <= layers for tap in chosen):
         raise ValueError(
             f"taps are {','.join(map(str, chosen))}: they must be between 1 and the target's number of "
@@ -30,6 +30,15 @@ def choose_taps(target: TargetModel, taps: Sequence[int] | None) -> tuple[int, .
         )
     target.admit_taps(chosen)
     return chosen
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the usual taps for this many layers, or three in a row where too few make some the same.
+
+    A head's config names taps that are not the usual ones, so that every engine reads those that it has.
+    """
+    usual, low = usual_taps(layers), min(2, layers - 2)
+    return usual if layers < 3 or sorted(set(usual)) == list(usual) else (low, low + 1, low + 2)
 
 
 def new_head(

@@ -17,7 +17,8 @@ def add_eagle3(parser: argparse.ArgumentParser, what: str) -> None:
         "--taps",
         type=parse_taps,
         metavar="I,J,K",
-        help="the target's layers whose inputs an EAGLE-3 head reads (default: 2, n/2 and n-3 of n layers)",
+        help="the target's layers whose inputs an EAGLE-3 head reads (default: 2, n/2 and n-3 of n layers, "
+        "or three in a row of fewer than 7)",
     )
 
 
