@@ -89,7 +89,10 @@ def digest_tensors(tensors: Iterable[Tensor]) -> str:
 
 
 def digest_json(*values: object) -> str:
-    """Return a digest of values that JSON can hold."""
+    """Return a digest of values that JSON can hold.
+
+    They follow each other without a mark between them: two numbers side by side belong into a list.
+    """
     found = hashlib.sha256()
     for value in values:
         found.update(json.dumps(value, sort_keys=True).encode())
