@@ -17,6 +17,7 @@ from eagle_fsd.core.checks import one_line, outlive_stderr, report_interrupt, re
 from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.runtime.ranks import rank_by_environment
 from eagle_fsd.training.data.examples import Example, NoSingleText, load_examples, require_cut, turns_of
 from eagle_fsd.training.data.shards import finished_shards
 
@@ -78,6 +79,15 @@ def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the device and the dtype that the target computes its features in."""
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     add_extract_dtype(parser, "the dtype that the target computes in and features are stored in")
+
+
+def uses_no_gpu(args: argparse.Namespace) -> bool:
+    """Return whether accelerate is to use the CPU: if it is asked to, or where several processes share one.
+
+    Unless it is told so, it takes each of these for a process that is alone and does all of the work.
+    """
+    several = rank_by_environment()[1] > 1
+    return args.cpu or (several and resolve_device(None).type == "cpu")
 
 
 def add_extract_dtype(parser: argparse.ArgumentParser, text: str) -> None:

@@ -92,11 +92,12 @@ def run_here(arguments: list[str]) -> None:
             torch.set_num_threads(threads)
 
 
-def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
+def start(arguments: list[str], *launcher: str, unset: str = "") -> subprocess.Popen[str]:
+    """Start a program with the tests' environment, but for a variable that is not to be set."""
     return subprocess.Popen(
         [sys.executable, *launcher, *arguments],
         cwd=ROOT,
-        env=environment(),
+        env={name: value for name, value in environment().items() if name != unset},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -176,7 +177,10 @@ def test_a_run_killed_and_closed_with_its_terminal_has_the_losses_of_one_that_wa
 
 
 def test_two_processes_share_what_one_accumulates(toy: Path) -> None:
-    """The same batches make a step, so the losses are the same; the two take turns with the shards."""
+    """The same batches make a step, so the losses are the same; the two take turns with the shards.
+
+    They find each other without `--cpu` and with nothing in the environment that says so.
+    """
     features = ["--features", str(toy / "shared"), "--epochs", "6"]
     launch = [
         "-m",
@@ -185,7 +189,7 @@ def test_two_processes_share_what_one_accumulates(toy: Path) -> None:
         "--nproc_per_node",
         "2",
     ]  # accelerate's needs mpirun on CPUs
-    finish(start(command(toy, toy / "two", *features), *launch))
+    finish(start(command(toy, toy / "two", *features), *launch, unset="ACCELERATE_USE_CPU"))
     run_here(command(toy, toy / "one", *features, "--accumulate", "2"))
     assert losses(toy / "two") == pytest.approx(losses(toy / "one"), rel=1e-4)
     assert json.loads((toy / "two" / "provenance.json").read_text())["processes"] == 2

@@ -33,6 +33,7 @@ from eagle_fsd.training.cli import (
     read_examples,
     run_command,
     settle_dtypes,
+    uses_no_gpu,
 )
 from eagle_fsd.training.data.features import estimate, extract_all, require_own_folder
 from eagle_fsd.training.eagle3.new_head import choose_taps
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     taps_need_eagle3(args)
     require_integer("batch_tokens", args.batch_tokens, 1, "change --batch-tokens")
     require_folder("--output", args.output)
-    state = PartialState(cpu=args.cpu)
+    state = PartialState(cpu=uses_no_gpu(args))
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
     pack_linears(model)

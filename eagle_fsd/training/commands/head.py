@@ -49,6 +49,7 @@ from eagle_fsd.training.cli import (
     require_tracker,
     run_command,
     text_tokens,
+    uses_no_gpu,
 )
 from eagle_fsd.training.data.shards import Features
 from eagle_fsd.training.data.sources import Sources
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     # The trainer has its own autocast: accelerate's would change a run without a trace in its record.
     accelerator = Accelerator(
         mixed_precision="no",
-        cpu=args.cpu,
+        cpu=uses_no_gpu(args),
         log_with=trackers,
         project_dir=args.output,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
