@@ -185,7 +185,7 @@ def test_a_shard_whose_parts_do_not_fit_is_damaged(
     ("cost", "said"),
     [
         (Cost(0, 0, 0.0), "all are there"),
-        (Cost(40, 5_840, 3.4), "40 tokens, 0.01 MB on disk, about 3 seconds"),
+        (Cost(40, 5_840, 3.4), "40 tokens, 0.01 MB on disk, less than a minute"),
         (Cost(2_000, 2_314_000, 66.0), "2,000 tokens, 2.31 MB on disk, about 1.1 minutes"),
         (Cost(2_000_000, 2_314_000_000, 3600.0), "2,000,000 tokens, 2.31 GB on disk, about 60.0 minutes"),
     ],

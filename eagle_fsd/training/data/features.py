@@ -106,8 +106,8 @@ class Cost:
         if not self.tokens:
             return "all are there"
         size = f"{self.size / 1e9:.2f} GB" if self.size >= 1e8 else f"{self.size / 1e6:.2f} MB"
-        time = f"{self.seconds / 60:.1f} minutes" if self.seconds >= 60 else f"{self.seconds:.0f} seconds"
-        return f"{self.tokens:,} tokens, {size} on disk, about {time}"
+        minutes = f"about {self.seconds / 60:.1f} minutes" if self.seconds >= 60 else "less than a minute"
+        return f"{self.tokens:,} tokens, {size} on disk, {minutes}"
 
 
 def estimate(
