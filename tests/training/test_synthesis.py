@@ -433,6 +433,19 @@ def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
         gather_prompts([tmp_path / "gone.jsonl"])
 
 
+def test_a_file_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub, which may take long to say no, is not asked; a folder of files is one."""
+    module = ModuleType("datasets")
+    module.load_dataset = lambda name, *_, **__: iter([{"prompt": Path(name).name}])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl' is a file: .*; name its folder, or give --prompts for"
+    ):
+        gather_prompts([], str(tmp_path / "rows.jsonl"))
+    assert gather_prompts([], str(tmp_path)) == [tmp_path.name]
+
+
 def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "none"}, *({"question": f"q{n}"} for n in range(5))]
     asked: list[Any] = []

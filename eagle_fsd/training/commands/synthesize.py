@@ -52,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--base-model", default=hub.DEFAULT_TARGET, help="target: Hub id, folder or .gguf file"
     )
     add_paths(parser, "--prompts", "JSONL files, or text files of one prompt")
-    parser.add_argument("--dataset", help="a data set of the Hub (needs the package datasets)")
+    parser.add_argument(
+        "--dataset", help="a data set of the Hub, or a folder of one (needs the package datasets)"
+    )
     parser.add_argument(
         "--dataset-config",
         metavar="NAME",

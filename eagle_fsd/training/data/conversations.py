@@ -89,7 +89,12 @@ def gather_prompts(
 
 
 def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
-    """Read the prompts of a data set of the Hub. Rows without a prompt are left out."""
+    """Read the prompts of a data set of the Hub, or of a folder. Rows without a prompt are left out."""
+    if Path(name).is_file():
+        raise ValueError(
+            f"data set {name!r} is a file: it must be a Hub id or a folder of files; name its folder, or "
+            "give --prompts for rows of JSONL"
+        )
     try:
         from datasets import load_dataset
     except ImportError as error:
