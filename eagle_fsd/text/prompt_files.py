@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import is_whole, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,12 @@ def read_prompts(path: Path) -> list[str]:
         raise ValueError(
             f"{path} is a list of JSON objects: rows must stand one in a line of a .jsonl file; "
             "`jq -c '.[]'` writes one"
+        )
+    first, _, rest = text.partition("\n")
+    if path.suffix in (".json", ".ndjson") and rest.strip() and is_whole(first.encode()):
+        raise ValueError(
+            f"{path} has JSON objects one in a line: rows must stand in a .jsonl file, and any other is one "
+            "prompt; rename it"
         )
     return [text]
 

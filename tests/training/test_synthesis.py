@@ -433,6 +433,17 @@ def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
         gather_prompts([tmp_path / "gone.jsonl"])
 
 
+@pytest.mark.parametrize("ending", ["json", "ndjson"])
+def test_rows_in_a_file_of_another_ending_are_not_one_prompt(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"rows.{ending}"
+    path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    with pytest.raises(ValueError, match=rf"rows\.{ending} has JSON objects one in a line: .*; rename it"):
+        gather_prompts([path])
+    for text in ('{"prompt": "x"}', '{\n "prompt": "x"\n}', '{"say": 1}'):  # JSON that is asked about
+        path.write_text(text + "\n")
+        assert gather_prompts([path]) == [text]
+
+
 def test_a_file_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub, which may take long to say no, is not asked; a folder of files is one."""
     module = ModuleType("datasets")
