@@ -265,9 +265,17 @@ def test_taps_of_shards_are_the_targets_hidden_states(tmp_path: Path) -> None:
     assert plain_one.taps is None and torch.equal(plain_one.features, stored[0].features)
     with pytest.raises(ValueError, match=r"have the taps \[1, 2\]: .*needs these; .*--taps 2,2$"):
         StoredFeatures([tmp_path], WHO, (2, 2))
-    with pytest.raises(ValueError, match=r"settings \(taps was \[1, 2\], now None\)"):
+    with pytest.raises(ValueError, match=r"\(taps was \[1, 2\], now None\); .* with --shards .* heads learn"):
         extract(TARGET.decoder, EXAMPLES, tmp_path, WHO, dtype=torch.float32, shard_examples=4)
+    with pytest.raises(ValueError, match=r"\(taps was \[1, 2\], now \[2, 2\]\); remove .* name another$"):
+        extract(TARGET.decoder, EXAMPLES, tmp_path, WHO, dtype=torch.float32, shard_examples=4, taps=(2, 2))
     extract(TARGET.decoder, EXAMPLES, tmp_path / "plain", WHO)
+    with pytest.raises(
+        ValueError, match=r"now \[1, 2\]\); .*; an EAGLE-3 head needs the taps, which these lack$"
+    ):
+        extract(TARGET.decoder, EXAMPLES, tmp_path / "plain", WHO, taps=(1, 2))
+    with pytest.raises(ValueError, match=r"\(count was \d+, now 1, .* taps was None, .* or name another$"):
+        extract(TARGET.decoder, EXAMPLES[:1], tmp_path / "plain", WHO, taps=(1, 2))
     with pytest.raises(ValueError, match=r"have no taps: an EAGLE-3 head that reads the taps \[1, 2\]"):
         StoredFeatures([tmp_path / "plain"], WHO, (1, 2))
 

@@ -25,6 +25,7 @@ from eagle_fsd.training.data.shards import (
     dtype_remedy,
     read_manifest,
     shard_path,
+    taps_remedy,
     write_shard,
 )
 
@@ -180,6 +181,7 @@ def require_own_folder(
             raise ValueError(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
                 f"remove the folder or name another{dtype_remedy(changed)}"
+                f"{taps_remedy(changed, folder, known.get('taps'), taps)}"
             )
     elif orphans:
         raise ValueError(

@@ -116,6 +116,15 @@ def dtype_remedy(changed: str) -> str:
     return ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
 
 
+def taps_remedy(changed: str, folder: Path, held: Sequence[int] | None, wanted: Sequence[int]) -> str:
+    """Return what else helps where nothing but the taps of a folder's features has changed."""
+    if changed != f"taps was {held}, now {list(wanted) or None}":
+        return ""
+    if held and not wanted:
+        return f", or read them with --shards {folder}: EAGLE-1/2 heads learn from them too"
+    return "" if held else "; an EAGLE-3 head needs the taps, which these lack"
+
+
 def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int] = ()) -> list[Path]:
     """Return a folder's shards. Raises ValueError if some are missing, of another target or other taps."""
     paths = sorted(folder.glob("shard_*.safetensors"))
