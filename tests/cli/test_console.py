@@ -51,6 +51,13 @@ def test_lists_name_every_command_and_import_no_torch() -> None:
     assert max(map(len, shown.splitlines())) < 80
 
 
+def test_the_package_is_a_program_too() -> None:
+    """The command itself may not be on the PATH."""
+    command = [sys.executable, "-m", "eagle_fsd", "train", "heed"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.startswith("eagle-fsd train: error: 'heed' is no command")
+
+
 @pytest.mark.parametrize(
     ("words", "rest"),
     [

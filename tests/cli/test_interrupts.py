@@ -89,7 +89,7 @@ def test_ctrl_c_ends_a_script_with_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, argv = AT_WORK[name]
-    (tmp_path / "prompts_one.jsonl").write_text('{"prompt": "one three seven"}\n')
+    (tmp_path / "prompts_one.jsonl").write_text('{"prompt": "one three seven", "completion": "two"}\n')
     save_head(tiny_head(), tmp_path / "head")
     engine = EagleFSD(TargetModel(tiny_model("llama")), tiny_head(), Words())
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: engine)
