@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 COLUMNS = {"acceptance": 0, "drafting": 2, "hub": 2, "evaluation": 2, "integrations": 2}
 COLUMNS |= {"training": 3, "text": 3, "serving": 0, "serve": 0}
 USUAL_COLUMN = 1
-SINGLES = {"version", "storage"}  # modules on their own that would only clutter the picture
+SINGLES = {"version", "storage", "__main__"}  # modules on their own that would only clutter the picture
 
 BOX_WIDTH, LINE, GAP_X, GAP_Y, MARGIN = 214, 14, 24, 34, 24
 CHARACTERS = 33  # of a line in a box
