@@ -5,7 +5,7 @@ See acceptance/accept.py for what a draw, an exact and a fuzzy accept are. Shape
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from numbers import Number
 from typing import Any
 
@@ -43,13 +43,32 @@ def accept(
 ) -> Verdict:
     """Draw the target's token at every node and walk the tree under the rule.
 
-    emitted: [B] tokens emitted so far, for exact_prefix. noise: [B, depth + 1, V], draws the tokens at each
-    depth (see core/randomness/noise.py); None: uniform numbers do. Every row uses the same number of its own
-    random numbers each step, whatever the other rows do and however many nodes this tree has.
+    random: each row's stream. emitted: [B] tokens emitted so far, for exact_prefix. noise: [B, depth + 1, V],
+    draws the tokens at each depth (see core/randomness/noise.py); None: uniform numbers do.
     """
+    uniforms = draw_uniforms(verified.tree, verified.sampling, random)
+    return accept_by(rule, verified, uniforms, emitted, noise)
+
+
+def draw_uniforms(tree: DraftTree, sampling: SamplingConfig, random: Uniforms) -> Tensor | None:
+    """Draw a step's uniform random numbers [B, 2 * largest], two for each node; None if it is greedy.
+
+    Every row uses the same number of its own random numbers each step, whatever the other rows do and however
+    many nodes this tree has: it may have fewer than the largest one.
+    """
+    return None if sampling.greedy else random.uniform(2 * tree.largest)
+
+
+def accept_by(
+    rule: AcceptanceRule,
+    verified: Verified,
+    uniforms: Tensor | None,
+    emitted: Tensor,
+    noise: Tensor | None = None,
+) -> Verdict:
+    """Do what `accept` does with the numbers of `draw_uniforms`: recorded work cannot draw any itself."""
     tree = verified.tree
-    nodes, most = tree.tokens.shape[1], tree.largest  # a tree may have fewer nodes than the largest one
-    uniforms = None if verified.sampling.greedy else random.uniform(2 * most)
+    nodes, most = tree.tokens.shape[1], tree.largest
     (chances, weak), relaxed = choices_of(rule, verified), None
     if uniforms is None:
         draws = verified.best[1]  # [B, N]
@@ -184,17 +203,6 @@ def next_states(
     return torch.stack((unasked, asked), dim=1), limit
 
 
-@dataclass(frozen=True)
-class GivenUniforms:
-    """A source of random numbers [B, n] that were drawn before: recorded work cannot draw any itself."""
-
-    numbers: Tensor | None
-
-    def uniform(self, n: int) -> Tensor:
-        assert self.numbers is not None, "a greedy step draws nothing"
-        return self.numbers
-
-
 class AcceptStep:
     """Applies acceptance rules to verified trees. stepper: runs the work, recorded or not."""
 
@@ -225,14 +233,14 @@ class AcceptStep:
         accepted before this verdict is read. It is then copied out of memory that recordings share. noise:
         see `accept`. changed: whether the logits are other ones than the target's own.
         """
-        uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
+        uniforms = draw_uniforms(tree, sampling, random)
         verified = Verified(tree, logits, sampling, eos)
         recurs = not several or len(emitted) <= FEW_SIZES
         if self.stepper.records and recurs and is_immutable(rule):
             run = self._accept_changed if changed else self._accept_recorded
             verdict = run(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
             return verified, copied(verdict) if several else verdict
-        return verified, accept(rule, verified, GivenUniforms(uniforms), emitted, noise)
+        return verified, accept_by(rule, verified, uniforms, emitted, noise)
 
 
 def accept_tree(
@@ -245,11 +253,11 @@ def accept_tree(
     emitted: Tensor,
     noise: Tensor | None = None,
 ) -> Verdict:
-    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep.
+    """Do what `accept_by` does, for AcceptStep to record.
 
     What is verified is put together here: what it has computed would be missing from a recording.
     """
-    return accept(rule, Verified(tree, logits, sampling, eos), GivenUniforms(uniforms), emitted, noise)
+    return accept_by(rule, Verified(tree, logits, sampling, eos), uniforms, emitted, noise)
 
 
 def is_immutable(thing: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
-from eagle_fsd.acceptance.accept_step import GivenUniforms, accept
+from eagle_fsd.acceptance.accept_step import accept_by
 from eagle_fsd.acceptance.divergence import DIVERGENCES, LISTED_DIVERGENCES, sparse_divergence
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.autotune.tree_search import TreeObserver, path_scores
@@ -247,7 +247,7 @@ def test_fixed_shapes_change_no_verdict(rule: AcceptanceRule) -> None:
         tree, logits = grown_tree(fixed)
         uniforms = torch.rand(2, 2 * most, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
         verified = Verified(tree, logits, sampling, torch.tensor([], dtype=torch.int64))
-        verdicts.append(accept(rule, verified, GivenUniforms(uniforms), torch.zeros(2, dtype=torch.int64)))
+        verdicts.append(accept_by(rule, verified, uniforms, torch.zeros(2, dtype=torch.int64)))
     width = verdicts[0].tokens.shape[1]
     assert torch.equal(verdicts[0].tokens, verdicts[1].tokens[:, :width])
     assert torch.equal(verdicts[0].length, verdicts[1].length)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
-from eagle_fsd.acceptance.accept_step import GivenUniforms, accept
+from eagle_fsd.acceptance.accept_step import accept_by
 from eagle_fsd.autotune.tree_search import path_scores
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.stats import GenerationStats
@@ -468,7 +468,7 @@ def test_fixed_shapes_change_no_verdict(rule: AcceptanceRule, sources: Sources) 
             tree, table[tree.tokens] * 3, SamplingConfig(0.8), torch.tensor([], dtype=torch.int64)
         )
         uniforms = torch.rand(2, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        verdicts.append(accept(rule, verified, GivenUniforms(uniforms), torch.zeros(2, dtype=torch.int64)))
+        verdicts.append(accept_by(rule, verified, uniforms, torch.zeros(2, dtype=torch.int64)))
     width = verdicts[0].tokens.shape[1]
     assert torch.equal(verdicts[0].tokens, verdicts[1].tokens[:, :width])
     assert tree.tokens.shape == (2, 16) and tree.log_q.shape == (2, 15, VOCAB_SIZE) and tree.depth == 15

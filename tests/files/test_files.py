@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,28 +73,33 @@ def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """As if no file could have more than 100 bytes."""
+    """As if no file could have more than 100 bytes, the tests' own log among them."""
     resource = pytest.importorskip("resource", reason="the system has no limits of files")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path: Path, small_disk: None) -> None:
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path: Path) -> None:
     """The system takes a part of a row without an error, and its error at the next one names no file."""
     rows, text, head = tmp_path / "rows.jsonl", tmp_path / "text.json", tmp_path / "head"
-    append_row(rows, {"text": "a" * 50})
-    for _ in range(2):
-        with pytest.raises(OSError, match=r"rows.jsonl cannot be written \(.*\): free some space and start"):
-            append_row(rows, {"text": "b" * 50})
+    with small_disk():
+        append_row(rows, {"text": "a" * 50})
+        for _ in range(2):
+            with pytest.raises(
+                OSError, match=r"rows.jsonl cannot be written \(.*\): free some space and start"
+            ):
+                append_row(rows, {"text": "b" * 50})
+        with pytest.raises(OSError, match=r"text.json cannot be written \(File too large\): free some space"):
+            write_atomically(text, "c" * 200)
+        with pytest.raises(OSError, match=r"head cannot be written \(.*\): free some space and start again"):
+            save_head(tiny_head(), head)
     assert [row["text"][0] for _, row in read_jsonl(rows, torn=True)] == ["a"]
-    with pytest.raises(OSError, match=r"text.json cannot be written \(File too large\): free some space"):
-        write_atomically(text, "c" * 200)
-    with pytest.raises(OSError, match=r"head cannot be written \(.*\): free some space and start again"):
-        save_head(tiny_head(), head)
     assert list(tmp_path.iterdir()) == [rows]
 
 
