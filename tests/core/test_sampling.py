@@ -59,6 +59,7 @@ def test_hugging_face_law(config: SamplingConfig, vocab: int) -> None:
     assert probs.dtype == torch.float32
     assert torch.equal(probs > 0, hf_law(logits, config) > 0)
     torch.testing.assert_close(probs, hf_law(logits, config), rtol=1e-6, atol=0)
+    assert torch.equal(Warped.from_logits(logits, config).largest, logits.amax(-1))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -120,6 +121,15 @@ def test_head_of_the_vocabulary_and_full_sort_agree(monkeypatch: pytest.MonkeyPa
         for other in (together, alone):
             assert torch.equal(other > 0, sorted_whole > 0)
             torch.testing.assert_close(other, sorted_whole)
+
+
+def test_a_top_p_cut_through_more_ties_than_are_looked_at_keeps_the_highest_ids() -> None:
+    """Of 4,000 equal scores the last 8 survive, in a row beside one whose few likeliest tokens are enough."""
+    logits = torch.zeros(2, 5000)
+    logits[:, :1010] = torch.tensor([[5.0], [25.0]])
+    likely = 1010 * math.exp(5.0)
+    config = SamplingConfig(1.0, top_p=(likely + 7.5) / (likely + 3990))
+    assert (warp(logits, config)[0] > 0).nonzero().flatten().tolist() == [*range(1010), *range(4992, 5000)]
 
 
 def test_greedy_is_the_first_largest_whatever_else_is_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from eagle_fsd.core import tree as tree_module
 from eagle_fsd.core.tree import (
+    HEAD,
+    SUFFIX,
     Candidates,
     DraftTree,
     additive,
@@ -193,6 +196,21 @@ def test_root_only_is_a_tree_without_drafts() -> None:
     assert tree.parents.tolist() == [[-1], [-1]] and tree.depths.tolist() == [[0], [0]]
     assert tree.log_q.shape == (2, 0, 12) and tree.owners.shape == (2, 0) and tree.depth == 0
     assert tree.children.tolist() == [[[False]], [[False]]]
+
+
+def test_a_tree_is_filled_up_with_nodes_that_are_never_reached() -> None:
+    tree = random_tree(2, 4, 2, 3, 11, 0)
+    scores, sources = torch.full((2, 4), -1.0), torch.full((2, 4), SUFFIX)
+    wide = replace(tree, most=6, columns=tree.tokens, scores=scores, sources=sources).filled_up()
+    assert tree.filled_up() is tree, "nothing is copied where nothing is missing"
+    for name in ("tokens", "parents", "depths"):
+        assert torch.equal(getattr(wide, name)[:, :4], getattr(tree, name))
+    assert torch.equal(wide.tokens[:, 4:], tree.tokens[:, :1].expand(-1, 2))
+    assert wide.parents[:, 4:].tolist() == [[-1, -1]] * 2 and wide.depths[:, 4:].tolist() == [[0, 0]] * 2
+    assert not wide.children[:, :, 4:].any() and not wide.children[:, 4:].any()
+    assert wide.columns is not None and wide.columns.shape == (2, 6)
+    assert wide.scores is not None and wide.scores.tolist() == [[-1.0] * 4 + [-INF] * 2] * 2
+    assert wide.sources is not None and wide.sources.tolist() == [[SUFFIX] * 4 + [HEAD] * 2] * 2
 
 
 # --- relations ---

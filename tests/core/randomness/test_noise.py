@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.randomness import streams
-from eagle_fsd.core.randomness.noise import DraftNoise, RowNoise, least_log_q, noise_on
+from eagle_fsd.core.randomness.noise import CUT, DraftNoise, RowNoise, least_log_q, noise_on
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import Warped
 
@@ -67,6 +70,27 @@ def test_noise_belongs_to_a_place_of_a_text() -> None:
     assert len(torch.unique(vectors, dim=0)) == len(vectors)
 
 
+def test_noise_is_finite_where_a_generator_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite noise would draw a token of probability zero."""
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda numbers, generator: numbers.zero_())
+    assert noise_on(torch.device("cpu"), [5], [0], 2, VOCAB).isfinite().all()
+    zeros = SimpleNamespace(standard_exponential=lambda size, dtype: np.zeros(size, dtype))
+    monkeypatch.setattr(np.random, "Generator", lambda bits: zeros)
+    (vector,) = RowNoise((7, 1)).places(0, 1, VOCAB)
+    assert vector.isfinite().all() and (vector > 60).all()
+
+
+def test_noise_does_not_follow_torchs_default_device() -> None:
+    """On "meta" there is no data; a row that has no noise gets zeros all the same."""
+    usual = RowRandom(7, 2).noise([0, 3], 2, VOCAB, [True, False])
+    try:
+        torch.set_default_device("meta")
+        noise = RowRandom(7, 2).noise([0, 3], 2, VOCAB, [True, False])
+    finally:
+        torch.set_default_device(None)
+    assert noise.equal(usual)
+
+
 def test_a_draft_expects_what_the_target_will_draw() -> None:
     """Where the draft is the target, its likeliest token is the draw, and the others' order is that of p."""
     p = logits().log_softmax(-1).expand(50, 1, -1)
@@ -102,6 +126,15 @@ def test_tokens_that_will_be_cut_off_are_not_drafted() -> None:
     assert DraftNoise(huge, one, least, one.bool()).condition(p, 0, None).argmax() == 0
     least = torch.tensor([least_log_q(SamplingConfig(1.0))])
     assert DraftNoise(huge, one, least, one.bool()).condition(p, 0, None).argmax() == 4
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_the_share_that_a_draft_leaves_out_is_one_at_the_targets_temperature(temperature: float) -> None:
+    """Tokens on either side of it, by their probabilities once the logits are divided by the temperature."""
+    shares = torch.tensor([1.0, 1.2 * CUT, 0.8 * CUT])
+    log_q = (temperature * shares.log()).log_softmax(-1)
+    sampling = SamplingConfig(temperature, min_p=0.001)
+    assert (log_q - log_q[0] >= least_log_q(sampling)).tolist() == [True, True, False]
 
 
 def test_noise_that_a_gpu_draws_belongs_to_a_place_of_a_text_too() -> None:
