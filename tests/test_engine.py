@@ -811,7 +811,8 @@ def test_rows_may_be_tensors_or_arrays_and_a_mask_truth_values() -> None:
     for row in (torch.tensor([1, 2, 3]), np.array([1, 2, 3])):
         assert engine().generate([row], max_new_tokens=3).new_tokens == wanted
     padded_row = torch.tensor([[5, 1, 2, 3]])
-    for mask in (padded_row < 5, (padded_row < 5).float(), [[0, 1, 1, 1]]):
+    ones = [0, 1, 1, 1]
+    for mask in (padded_row < 5, (padded_row < 5).float(), [ones], [torch.tensor(ones)], [np.array(ones)]):
         made = engine().generate(
             padded_row, mask, max_new_tokens=3, num_return_sequences=2, temperature=1.0, seed=[1, 1]
         )
