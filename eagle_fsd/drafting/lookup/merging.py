@@ -183,7 +183,7 @@ def merge(memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig) ->
         return proposal, children
 
     expand(0)
-    while heap and len(tree.tokens) < config.total_tokens:
+    while heap:
         chance, _, parent, token, candidate, source = heapq.heappop(heap)
         node = tree.add(parent, token, -chance, source)
         candidate_of.append(candidate)

@@ -217,7 +217,7 @@ class TextMemory:
                     heapq.heappush(heap, (-whole, next(order), node, token))
 
         expand(0)
-        while heap and len(tree.tokens) < config.total_tokens:
+        while heap:
             chance, _, parent, token = heapq.heappop(heap)
             source = SUFFIX if token in tree.proposals[parent].copied else RECYCLED
             node = tree.add(parent, token, -chance, source)
