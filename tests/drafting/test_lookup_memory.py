@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -11,9 +12,16 @@ import numpy as np
 import pytest
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import RECYCLED, SUFFIX
+from eagle_fsd.drafting.lookup.confidences import ALONE as ALONE_RATES
 from eagle_fsd.drafting.lookup.confidences import (
     CELLS,
     LIST_CLASSES,
+    NO_LIST,
+    NOT_LISTED,
+    OF_CONTESTED,
+    OF_LENGTH,
+    OF_LIST,
     PRIORS,
     WEIGHT,
     Confidences,
@@ -82,6 +90,23 @@ def test_continuations_come_by_length_then_by_place() -> None:
     # 6 is the only one after three tokens; 5 is one of two after two tokens, 4 one of three after one.
     assert [contested for _, contested in found.values()] == [False, True, True]
     assert list(store.continuations(store.matches(), 1)) == [6]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("letters", [2, 4, 7])
+def test_continuations_are_counted_among_matches_about_as_long(seed: int, letters: int) -> None:
+    """Against a plain count, for any number of matches, one and two among them."""
+    store, rng = SuffixStore(random_text(seed, 150, letters)), random.Random(seed)
+    whole = store.matches()
+    for number in range(120):
+        matches = sorted(rng.sample(whole, min(1 + number % 12, len(whole))))
+        after = [(store.text[place + 1], length) for place, length in reversed(matches)]
+        wanted = {}
+        for token in sorted(dict(after), key=lambda token: -max(n for one, n in after if one == token)):
+            length = max(n for one, n in after if one == token)
+            rivals = [one for one, n in after if min(n, 3) >= min(length, 3)]
+            wanted[token] = (length, 2 * rivals.count(token) <= len(rivals))
+        assert list(store.continuations(matches, letters).items()) == list(wanted.items())
 
 
 def test_only_the_latest_places_are_looked_at() -> None:
@@ -157,6 +182,31 @@ def test_every_kind_of_evidence_has_its_own_cell_and_a_sane_prior() -> None:
     assert cell_of(11, True, 3) == cell_of(99, True, 3) and cell_of(7, True, 3) == cell_of(9, True, 3)
 
 
+def test_a_prior_is_the_rate_of_its_list_class_or_has_the_odds_of_its_evidence() -> None:
+    for listed in range(LIST_CLASSES):
+        assert [PRIORS[cell_of(0, contested, listed)] for contested in (False, True)] == [
+            ALONE_RATES[listed]
+        ] * 2
+        for length, of_length in zip((1, 2, 3, 4, 6, 10), OF_LENGTH[1:], strict=True):
+            for contested in (False, True):
+                rate = PRIORS[cell_of(length, contested, listed)]
+                odds = of_length + contested * OF_CONTESTED + OF_LIST[listed]
+                assert math.log(rate / (1 - rate)) == pytest.approx(odds)
+
+
+def test_a_copy_is_filed_under_what_the_targets_list_says_of_it() -> None:
+    """Nothing, where there is no list; that it is missing, or how likely it is, where there is one."""
+    memory = TextMemory(Sources())
+    memory.begin([1, 2, 3, 1], [])
+    matches = memory.store.matches()
+    assert memory.propose(3, 1, matches).cells == {2: cell_of(1, False, NO_LIST)}
+    memory.lists.add(3, 1, NextList([5], [0.6]))
+    unlisted, listed = memory.propose(3, 1, matches).cells, list_classes({5: 0.6}, 2)[5]
+    assert unlisted == {2: cell_of(1, False, NOT_LISTED), 5: cell_of(0, False, listed)}
+    memory.lists.add(3, 1, NextList([2], [0.6]))
+    assert memory.propose(3, 1, matches).cells == {2: cell_of(1, False, listed)}
+
+
 # --- trees ---
 
 
@@ -211,6 +261,8 @@ def test_a_tree_has_the_likeliest_paths(seed: int, sources: Sources) -> None:
     assert tree.chances[1:] == pytest.approx([everything[path] for path in paths])
     best = sorted(everything.values(), reverse=True)[: len(paths)]
     assert tree.chances[1:] == pytest.approx(best) and len(paths) == min(11, len(everything))
+    if not (sources.copied and sources.recycled):
+        assert set(tree.sources[1:]) == {SUFFIX if sources.copied else RECYCLED}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -23,7 +23,7 @@ from eagle_fsd.core.tree import HEAD, SUFFIX, DraftTree
 from eagle_fsd.drafting.drafter import Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import merging
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
-from eagle_fsd.drafting.lookup.merged_drafter import COPIES, MergedDrafter, MergedSpec
+from eagle_fsd.drafting.lookup.merged_drafter import COPIES, NOTHING, MergedDrafter, MergedSpec
 from eagle_fsd.drafting.lookup.merging import ALL_PRIORS, HeadDraft, merge
 from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.recycled_lists import NextList
@@ -276,6 +276,38 @@ def require_lawful(tree: DraftTree) -> None:
     assert (tree.scores <= above + 1e-6)[tree.parents >= 0].all() and (tree.scores[:, 0] == 0).all()
     assert torch.equal(path_scores(tree), tree.scores)
     assert (tree.node_log_q() > -math.inf)[tree.parents >= 0].all(), "q of every drafted token is above 0"
+
+
+def test_a_copied_chain_ends_at_the_deepest_level() -> None:
+    """A recorded walk has that many steps. The text repeats itself for longer, and the tree has room."""
+    memory, config = TextMemory(COPIES, ALL_PRIORS), TreeConfig(37, 3, 4)
+    memory.begin([*range(30)] * 3, [])
+    tree = merge(memory, memory.store.text[-1], NOTHING, config)
+    assert max(tree.depths) == merging.deepest(config) == merging.DEEPEST
+    shallow = TreeConfig(9, 3, 2)
+    assert max(merge(memory, memory.store.text[-1], NOTHING, shallow).depths) == merging.deepest(shallow) == 8
+    assert merging.deepest(TreeConfig(21, 20, 1)) == 20
+
+
+def test_a_prior_beside_a_head_has_the_odds_of_its_evidence() -> None:
+    probs = (None, 0.01, 0.1, 0.3, 0.6, 0.9)
+    for length, of_length in zip((1, 2, 3, 4, 6, 10), merging.OF_LENGTH, strict=True):
+        for contested in (False, True):
+            for prob, of_head in zip(probs, merging.OF_HEAD, strict=True):
+                cell = merging.cell_beside_head(length, contested, merging.head_class(prob))
+                odds = math.log(ALL_PRIORS[cell] / (1 - ALL_PRIORS[cell]))
+                assert odds == pytest.approx(of_length + contested * merging.OF_CONTESTED + of_head)
+    assert len(ALL_PRIORS) == 1 + merging.cell_beside_head(99, True, merging.head_class(1.0))
+
+
+def test_a_row_of_q_with_a_rest_lists_its_tokens() -> None:
+    memory = remembered(1, Sources())
+    tree = merge(memory, memory.store.text[-1], NOTHING, TREES[1])
+    roots, vocabulary = torch.tensor([memory.store.text[-1]]), Vocabulary(None, VOCAB_SIZE)
+    packed = [pack_trees([tree], roots, vocabulary, 16, 5, with_rest=rest) for rest in (True, False)]
+    assert packed[0].drafted is not None and packed[0].drafted.tolist() == list(range(VOCAB_SIZE))
+    assert packed[0].columns is not None and packed[0].columns[0, 1:].equal(packed[0].tokens[0, 1:])
+    assert packed[1].drafted is packed[1].columns is packed[1].rest is None
 
 
 def test_a_head_alone_keeps_its_tree() -> None:
