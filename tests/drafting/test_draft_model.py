@@ -174,6 +174,7 @@ def test_a_text_longer_than_the_drafts_positions_gets_no_drafts() -> None:
     drafter.select([2])
     only = drafter.draft(torch.tensor([prompts[2][-1]]), TREE)
     assert only.tokens.tolist() == [[prompts[2][-1]]] and only.largest == tree.largest
+    assert only.log_q.shape == (1, 0, tree.log_q.shape[-1])
 
 
 def test_a_prompt_longer_than_the_draft_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,7 +59,7 @@ def test_a_restricted_head_keeps_its_weights_and_its_keys() -> None:
         (torch.tensor([], dtype=torch.int64), r"draft_tokens has shape \[0\]: .* at least one"),
         (torch.tensor([3, VOCAB]), r"draft_tokens holds 3..96: .* 0..95; "),
         (torch.tensor([3, -1]), r"draft_tokens holds -1..3"),
-        (torch.tensor([3, 5, 3]), "draft_tokens holds 3 more than once: token ids must be distinct; "),
+        (torch.tensor([3, 5, 5]), "draft_tokens holds 5 more than once: token ids must be distinct; "),
     ],
 )
 def test_tokens_that_are_no_draft_vocabulary(tokens: Tensor, message: str) -> None:

@@ -103,6 +103,8 @@ def test_texts_keep_their_tokens_as_rows_come_and_go() -> None:
     other = start(1)[0]
     other.add([[30, 31]])
     tokens.replace([0], other)
+    own = [{30, 31}, {6, 7}]
+    torch.testing.assert_close(whole(tokens, features[:2]), plain_logits(target, features[:2], own))
     tokens.load_row(1, [3, 33, 34, 35, 36])
     other.add([[32]])  # they share nothing
     own = [{30, 31}, {34, 35, 36}]
@@ -111,6 +113,18 @@ def test_texts_keep_their_tokens_as_rows_come_and_go() -> None:
     assert tokens.now() is None
     tokens.add([[5], [6], [7]])  # the row that had left as well
     torch.testing.assert_close(whole(tokens, features), plain_logits(target, features, [{5}, {6}, {7}]))
+
+
+def test_where_few_shapes_may_occur_there_are_powers_of_two() -> None:
+    """Of own tokens beside the list: 64 at least, else twice a smaller one. Each is there once."""
+    vocabulary = DraftVocabulary(Target(plain=False), torch.tensor(LISTED))
+    for had, wanted in ((0, 64), (64, 64), (65, 128), (129, 256)):
+        tokens = TextTokens(vocabulary, 1000, rows=2, most=1000, fixed=True)
+        tokens.add([range(100, 100 + had), ()])
+        own = tokens.now()
+        assert own is not None and own.missing is not None and own.missing.shape == (2, wanted)
+        assert len(own.drafted) == len(set(own.drafted.tolist())) == len(LISTED) + wanted
+        assert int((~own.missing).sum()) == had and own.missing[1].all()
 
 
 def test_the_number_belongs_to_a_heads_identity_and_needs_a_list() -> None:
