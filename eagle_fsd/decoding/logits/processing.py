@@ -151,8 +151,6 @@ class TextProcessor:
         size = self.processing.no_repeat_ngram_size
         for node, path in enumerate(paths):
             before = self._last(path, size - 1)
-            if len(before) < size - 1:
-                continue
             banned = set(self.ngrams.get(tuple(before), ()))
             recent = self._last(path, len(path) + size - 1)  # all n-grams that end on the path
             for start in range(len(recent) - size + 1):
