@@ -148,7 +148,7 @@ class Feed:
     def put(self, chunks: list[list[int]]) -> None:
         """Show the tokens of a step."""
         if self.streamer is not None and chunks[0]:
-            self.streamer.put(torch.tensor(chunks[0]))
+            self.streamer.put(torch.tensor(chunks[0], device="cpu"))
 
     def __enter__(self) -> Feed:
         return self

@@ -65,7 +65,8 @@ class GrammarWalk:
         if self.failure:
             return torch.zeros(self.size, dtype=torch.bool, device="cpu")
         packed = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1  # the lowest is the first token's
+        # The lowest bit is the first token's.
+        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
         found = bits.flatten()[: self.size].bool()
         found[self.ends] = False  # the text has end tokens of its own
         return found

@@ -577,6 +577,21 @@ def test_a_drafter_may_read_prompts_at_once(name: str, monkeypatch: pytest.Monke
     assert found == {one: alone(name, one) for one in (first, second)}
 
 
+def test_kept_texts_do_not_follow_torchs_default_device() -> None:
+    """On "meta" there is no data, so that a text compared there would end the step."""
+    scheduler, found = scheduler_of("eagle", prefix_tokens=4096), {}
+    first = text(0, prompts_of([40], seed=9)[0], 6)
+    second = text(1, [*first.prompt, 3, 1], 6)
+    try:
+        torch.set_default_device("meta")
+        for one in (first, second):
+            scheduler.admit(one)
+            drain(scheduler, found)
+    finally:
+        torch.set_default_device(None)
+    assert second.reused >= 39 and found == {one: alone("eagle", one) for one in (first, second)}
+
+
 def test_the_least_recently_used_text_is_dropped() -> None:
     scheduler = scheduler_of("eagle", prefix_tokens=110)
     prompts = prompts_of([30, 31, 32, 33], seed=5)

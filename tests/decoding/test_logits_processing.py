@@ -300,6 +300,13 @@ def test_a_streamer_is_shown_the_prompt_and_every_token() -> None:
     model, recorder = engine("llama"), Recorder()
     made = model.generate(prompts(1), max_new_tokens=9, tree=TREE, streamer=recorder)
     assert recorder.seen == made.sequences[0].tolist() and recorder.ended == 1
+    again, rows = Recorder(), prompts(1).tolist()
+    try:
+        torch.set_default_device("meta")  # where there is no data
+        model.generate(rows, max_new_tokens=9, tree=TREE, streamer=again)
+    finally:
+        torch.set_default_device(None)
+    assert again.seen == recorder.seen
     with pytest.raises(ValueError, match="streamer with 2 texts"):
         model.generate(prompts(2), streamer=recorder)
 

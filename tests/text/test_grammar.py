@@ -105,6 +105,12 @@ def test_a_walk_comes_back_to_where_it_was() -> None:
     walk.advance(b)  # refused: it can only be a limit of the library that was reached
     assert walk.failure and "\n" not in walk.failure and not walk.allowed().any() and not walk.complete
     assert torch.equal(form.begin().allowed(), first)
+    try:
+        torch.set_default_device("meta")  # where there is no data
+        again = form.begin().allowed()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(again, first)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -89,7 +89,7 @@ class PrefixCache:
 
 def host_tokens(tokens: Sequence[int]) -> Tensor:
     """Return tokens as a tensor [n] int64, which is compared faster than a list."""
-    return torch.tensor(tokens, dtype=torch.int64)
+    return torch.tensor(tokens, dtype=torch.int64, device="cpu")
 
 
 def count_agreed(one: Tensor, other: Tensor) -> int:
