@@ -69,10 +69,11 @@ class SuffixStore:
         return found or [(place, 1) for place in self.places.get(token, ())[-ALONE:] if place < last]
 
     def continuations(self, matches: Sequence[Match], most: int) -> dict[int, Continuation]:
-        """Return the `most` best tokens that followed matches: longest match first, then the latest.
+        """Return the `most` best tokens that followed matches: longest match first, then the latest place.
 
-        Whether a token is contested is counted among the matches that are about as long as its own: all of
-        three tokens and more count as equally long.
+        A token's place is the latest of all its matches, whichever of them is the longest. Whether a token is
+        contested is counted among the matches that are about as long as its own: all of three tokens and more
+        count as equally long.
         """
         text = self.text
         if len(matches) == 1:
