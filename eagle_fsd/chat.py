@@ -21,17 +21,10 @@ from eagle_fsd.cli.conversation import HELP, Conversation, Exit, as_utf8, read_m
 from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.flags.processing import add_template_flag, with_bad_words
-from eagle_fsd.cli.mistakes import (
-    CLOSED,
-    UserError,
-    explain_lack_of_memory,
-    raise_user_errors,
-    report_mistake,
-    report_stdout,
-)
+from eagle_fsd.cli.mistakes import UserError, explain_lack_of_memory, raise_user_errors, run_on_stdout
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.cli.start import begin_early, load_model
-from eagle_fsd.core.checks import BROKEN_PIPE, defer_interrupt, discard_stdout, one_line, tell
+from eagle_fsd.core.checks import defer_interrupt, one_line, tell
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
@@ -219,24 +212,17 @@ def program(argv: Sequence[str] | None = None) -> int:
     """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    out = sys.stdout
-    if out is None:
-        return report_mistake(parser.prog, CLOSED)
-    # Neither a character that the terminal lacks nor a byte that is none must end the chat.
-    for stream, errors in ((out, "replace"), (sys.stdin, "surrogateescape")):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=errors)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a byte that is no character must not end the chat
+
+    def work(out: TextIO) -> int:
+        try:
+            return run(args, out)
+        except KeyboardInterrupt:
+            return 0
+
     try:
-        return run(args, out)
-    except UserError as error:
-        return report_mistake(parser.prog, error, args.verbose)
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:
-        discard_stdout()
-        return BROKEN_PIPE
-    except OSError as error:
-        return report_stdout(parser.prog, error)
+        return run_on_stdout(work, parser.prog, args.verbose)
     finally:
         HEAD_START.end()
 

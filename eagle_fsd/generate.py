@@ -25,20 +25,17 @@ from eagle_fsd.cli.arguments import (
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.cli.flags.processing import with_bad_words
 from eagle_fsd.cli.mistakes import (
-    CLOSED,
     UserError,
     explain_lack_of_memory,
     raise_user_errors,
     report_mistake,
-    report_stdout,
+    run_on_stdout,
 )
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import (
-    BROKEN_PIPE,
     INTERRUPTED,
     defer_interrupt,
-    discard_stdout,
     report_interrupt,
     tell,
 )
@@ -241,26 +238,19 @@ def program(argv: Sequence[str] | None = None) -> int:
     """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    out = sys.stdout
-    if out is None:
-        return report_mistake(parser.prog, CLOSED)
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the run
+
+    def work(out: TextIO) -> int:
+        try:
+            # Anything that a library prints goes to stderr: stdout is for the text alone.
+            with contextlib.redirect_stdout(sys.stderr):
+                return run(args, out)
+        except FloatingPointError as error:  # logits that are not finite
+            return report_mistake(parser.prog, error)
+        except KeyboardInterrupt:
+            return report_interrupt()
+
     try:
-        # Anything that a library prints goes to stderr: stdout is for the text alone.
-        with contextlib.redirect_stdout(sys.stderr):
-            return run(args, out)
-    except UserError as error:
-        return report_mistake(parser.prog, error, args.verbose)
-    except FloatingPointError as error:  # logits that are not finite
-        return report_mistake(parser.prog, error)
-    except KeyboardInterrupt:
-        return report_interrupt()
-    except BrokenPipeError:
-        discard_stdout()
-        return BROKEN_PIPE
-    except OSError as error:
-        return report_stdout(parser.prog, error)
+        return run_on_stdout(work, parser.prog, args.verbose)
     finally:
         HEAD_START.end()
 

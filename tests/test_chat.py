@@ -95,7 +95,7 @@ def test_a_chat_is_saved_where_a_link_points_and_over_no_device(
 def test_a_chat_needs_a_stdout_that_takes_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(chat, "report_stdout", functools.partial(reported, chat.report_stdout))
+    monkeypatch.setattr(mistakes, "report_stdout", functools.partial(reported, mistakes.report_stdout))
     for out, words in (
         (None, "stdout is closed"),
         (FullDisk(), "stdout takes no more (No space left on device)"),

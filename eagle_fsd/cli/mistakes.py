@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from eagle_fsd.cli.flags.types import USAGE
-from eagle_fsd.core.checks import discard_stdout, one_line, tell
+from eagle_fsd.core.checks import BROKEN_PIPE, discard_stdout, one_line, tell
 
 CLOSED = "stdout is closed: the text needs it; open it"
 
@@ -44,6 +46,27 @@ def explain_lack_of_memory() -> Iterator[None]:
             f"out of memory ({one_line(error, 120)}): models, texts and trees must fit on the device; free "
             "some there, ask for less, or use a smaller dtype or model"
         ) from error
+
+
+def run_on_stdout(work: Callable[[TextIO], int], program: str, verbose: bool) -> int:
+    """Run a program's work, which writes text to stdout, and return the exit code.
+
+    A stdout that is closed, full or no longer read is reported, and so is a UserError.
+    """
+    out = sys.stdout
+    if out is None:
+        return report_mistake(program, CLOSED)
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the program
+    try:
+        return work(out)
+    except UserError as error:
+        return report_mistake(program, error, verbose)
+    except BrokenPipeError:
+        discard_stdout()
+        return BROKEN_PIPE
+    except OSError as error:
+        return report_stdout(program, error)
 
 
 def report_mistake(program: str, error: object, verbose: bool = False) -> int:
