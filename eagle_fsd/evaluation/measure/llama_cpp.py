@@ -79,6 +79,7 @@ class LlamaCpp:
         self._model.reset()  # nothing of the prompt before is used again
         if self._lookup:
             yield from self._model.generate(list(prompt), temp=0.0)
+            return
         self._model.eval(prompt)
         with self._sampler(sampling, seed) as draw:
             while True:

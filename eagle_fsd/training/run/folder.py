@@ -19,8 +19,9 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import atomic_path, partials_of, read_records, sole, write_atomically
 from eagle_fsd.files.fingerprints import differences
 from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.hub.resolve import CHECKPOINT_OF_RUN
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = CHECKPOINT_OF_RUN
 BEST = "best.pt"
 LOG = "log.jsonl"
 RECORD = "provenance.json"
