@@ -91,7 +91,7 @@ def digest_tensors(tensors: Iterable[Tensor]) -> str:
 def digest_json(*values: object) -> str:
     """Return a digest of values that JSON can hold.
 
-    They follow each other without a mark between them: two numbers side by side belong into a list.
+    Nothing marks where one value ends and the next begins, so two numbers side by side belong in a list.
     """
     found = hashlib.sha256()
     for value in values:

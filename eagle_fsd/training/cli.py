@@ -84,7 +84,7 @@ def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
 def uses_no_gpu(args: argparse.Namespace) -> bool:
     """Return whether accelerate is to use the CPU: if it is asked to, or where several processes share one.
 
-    Unless it is told so, it takes each of these for a process that is alone and does all of the work.
+    Otherwise accelerate takes each of them for the only process, and each does all of the work.
     """
     several = rank_by_environment()[1] > 1
     return args.cpu or (several and resolve_device(None).type == "cpu")

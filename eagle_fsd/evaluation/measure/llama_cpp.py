@@ -18,7 +18,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.hub.resolve import resolve_target
 
 LLAMA_CPP, LLAMA_CPP_LOOKUP = METHODS = ("llama.cpp", "llama.cpp+lookup")
-LOOKUP_TOKENS = 2  # that its prompt lookup proposes: its advice for CPUs, where 4 and 10 are slower
+LOOKUP_TOKENS = 2  # as its documentation advises for CPUs; 4 and 10 were slower (eval/SPEED.md)
 SEEDS = 2**32 - 1  # the last number of 32 bits stands for a random seed there
 
 

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 EXTRA = "openvino"
 # Activations are rounded to 8 bits in groups of this many, as llama.cpp does, where weights have few bits.
 ACTIVATION_GROUP = 32
-IMPORTING = threading.Lock()  # OpenVINO
-MAKING = threading.Lock()  # its one Core
+IMPORTING = threading.Lock()  # held while OpenVINO is imported
+MAKING = threading.Lock()  # and while its one Core is made
 
 
 def is_installed() -> bool:
@@ -55,10 +55,10 @@ def require() -> None:
 
 @functools.cache
 def openvino() -> Any:
-    """Return OpenVINO's module. Every import of it by this package goes through here, to be a quiet one.
+    """Return OpenVINO's module. This package imports it only here, without its telemetry.
 
-    OpenVINO tells its makers of each import and each conversion, unless the user has a file that says no: it
-    leaves a number for the user in the home folder, and forks the whole process to send it.
+    OpenVINO tells its makers of each import and each conversion, unless a file of the user's forbids that. It
+    keeps a number for the user in the home folder, and forks the whole process to send an event.
     """
     with IMPORTING, hidden("openvino_telemetry"):  # without it OpenVINO takes a stand-in that sends nothing
         return importlib.import_module("openvino")

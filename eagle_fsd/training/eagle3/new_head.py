@@ -33,9 +33,9 @@ def choose_taps(target: TargetModel, taps: Sequence[int] | None) -> tuple[int, .
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """Return the usual taps for this many layers, or three in a row where too few make some the same.
+    """Return the usual taps for this many layers, or three in a row where two of the usual would be the same.
 
-    A head's config names taps that are not the usual ones, so that every engine reads those that it has.
+    The config of a head names taps that are not the usual ones, so that every engine reads the right layers.
     """
     usual, low = usual_taps(layers), min(2, layers - 2)
     return usual if layers < 3 or sorted(set(usual)) == list(usual) else (low, low + 1, low + 2)
