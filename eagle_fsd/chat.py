@@ -87,7 +87,7 @@ class Chat:
         A second Ctrl-C does not wait for the step. Raises ValueError if the chat cannot be answered, and
         KeyboardInterrupt if none of the answer is there; the chat is then as it was before.
         """
-        from eagle_fsd.decoding.origins import TokenOrigins
+        from eagle_fsd.decoding.steps.origins import TokenOrigins
         from eagle_fsd.text.chat import encode_chat
         from eagle_fsd.text.streamed import StreamedText
 
@@ -106,7 +106,7 @@ class Chat:
             with defer_interrupt() as stop:
                 stream = self.model.stream(input_ids, options=options)  # measures the tree if it is auto
                 self.trees[by_budget] = stream.tree
-                answer = Answer.of(input_ids.shape[1], stream, options)
+                answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)
                 answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
                 with contextlib.closing(iter(stream)) as steps:
                     for token_ids in steps:

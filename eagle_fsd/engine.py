@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -25,9 +25,11 @@ from eagle_fsd.core.checks import override
 from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.decoding.alone import run_alone
+from eagle_fsd.decoding.many import TextStream
 from eagle_fsd.decoding.on_ranks.held_memory import held_memory
-from eagle_fsd.decoding.options import GenerationOptions, settle_options
+from eagle_fsd.decoding.options import GenerationOptions, settle_batch, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
+from eagle_fsd.decoding.request import Prompts, Request
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -210,6 +212,26 @@ class EagleFSD:
         """
         return self._start(as_ids(input_ids), attention_mask, options, keywords)
 
+    def generate_many(
+        self,
+        prompts: Iterable[Sequence[int]],
+        options: GenerationOptions | None = None,
+        batch_size: int = 8,
+        **keywords: Any,
+    ) -> TextStream:
+        """Generate for any number of prompts, `batch_size` of them at a time, and yield each text as it ends.
+
+        prompts: token ids of each, of any lengths, without padding. What they begin with alike is read once.
+        options, keywords: as for `generate`; the text of a prompt is the same, up to rounding. A default tree
+        shrinks on a CPU where many texts fill it and any tree gives the same text.
+        """
+        settled = settle_options(options, keywords, self.target)
+        found = Prompts.from_lists(self.target, prompts, settled.max_new_tokens)
+        found = found.repeated(settled.num_return_sequences)
+        request = self._request(settled, found, batch_size)
+        shrinks = settled.tree is None
+        return TextStream(self.target, self.drafter, request, settled.seed, batch_size, shrinks)
+
     def target_alone(
         self,
         input_ids: Tensor,
@@ -225,7 +247,7 @@ class EagleFSD:
         prompt's positions do.
         """
         input_ids = as_ids(input_ids)
-        settled = settle_options(options, keywords, self.target, input_ids, attention_mask)
+        settled = settle_batch(options, keywords, self.target, input_ids, attention_mask)
         return run_alone(self.target, input_ids, *settled, self.pad_token_id)
 
     def choose_tree(
@@ -282,8 +304,12 @@ class EagleFSD:
         keywords: dict[str, Any],
     ) -> BatchStream:
         """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
-        options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
-        request = self.settler.request(options, prompts)
+        settled, prompts = settle_batch(options, keywords, self.target, input_ids, attention_mask)
+        return self._workspaces.start(self._request(settled, prompts), settled.seed, self.drafter)
+
+    def _request(self, options: GenerationOptions, prompts: Prompts, together: int | None = None) -> Request:
+        """Settle what the options leave open. together: how many prompts are decoded at a time; None: all."""
+        request = self.settler.request(options, prompts, together)
         for network in filter(None, (self.target.held, self.drafter and self.drafter.network)):
             repack_changed(network)
-        return self._workspaces.start(request, options.seed, self.drafter)
+        return request

@@ -19,11 +19,11 @@ from eagle_fsd.cli.arguments import (
     check_answers,
     check_early,
     generation_options,
-    read_prompt_arguments,
     require_threshold,
 )
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.cli.flags.processing import with_bad_words
+from eagle_fsd.cli.many_answers import answer_together
 from eagle_fsd.cli.mistakes import (
     UserError,
     explain_lack_of_memory,
@@ -31,6 +31,7 @@ from eagle_fsd.cli.mistakes import (
     report_mistake,
     run_on_stdout,
 )
+from eagle_fsd.cli.prompt_arguments import read_prompt_arguments
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import (
@@ -71,7 +72,7 @@ def answer_prompt(
 
     with raise_user_errors():
         stream = model.stream(input_ids, options=options)  # measures the tree if it is auto
-    answer = Answer.of(input_ids.shape[1], stream, options)
+    answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)
     if stream.seed is not None:
         answer.seed = "/".join(map(str, options.seed[0]))
     answer.ignored_defaults = ", ".join(model.target.ignored_defaults)
@@ -161,11 +162,16 @@ def run(args: Namespace, out: TextIO) -> int:
             model.target.own_defaults, model.target.named_sampling
         )
         options.require_different_texts("--num-return-sequences")
-        encoded = [input_ids for input_ids in encoded for _ in range(options.num_return_sequences)]
-        options = replace(options, num_return_sequences=1)
+        copies = options.num_return_sequences
+        encoded = [input_ids for input_ids in encoded for _ in range(copies)]
+        streams = streams_of(model, options, len(encoded), args.skip * copies)
+        options = replace(options, num_return_sequences=1, seed=streams)
         adapter = make_adapter(args, model)
     try:
-        code = answer_prompts(model, encoded, args, options, out, adapter)
+        if min(args.batch_size, len(encoded)) > 1:
+            code = answer_together(model, encoded, args, options, out)
+        else:
+            code = answer_prompts(model, encoded, args, options, out, adapter)
         HEAD_START.end(complete=True)
         return code
     finally:
@@ -189,6 +195,16 @@ def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> 
     return encoded
 
 
+def streams_of(
+    model: EagleFSD, options: GenerationOptions, count: int, skipped: int
+) -> list[tuple[int, int]]:
+    """Return the streams of random numbers of `count` texts, which follow `skipped` others."""
+    from eagle_fsd.core.randomness.streams import fresh_seed
+
+    ((seed, first),) = options.seed or [(model.target.ranks.lead(fresh_seed()), 0)]
+    return [(seed, first + skipped + number) for number in range(count)]
+
+
 def answer_prompts(
     model: EagleFSD,
     prompts: Sequence[Tensor],
@@ -198,11 +214,8 @@ def answer_prompts(
     adapter: HeadAdapter | None,
 ) -> int:
     """Answer the prompts [1, L] in turn and return the exit code. adapter: learns from the answers."""
-    from eagle_fsd.core.randomness.streams import fresh_seed
-
-    ((seed, first),) = options.seed or [(model.target.ranks.lead(fresh_seed()), 0)]
-    for number, prompt in enumerate(prompts, 1):
-        of_prompt = replace(options, seed=[(seed, first + number - 1)])
+    for number, (prompt, stream) in enumerate(zip(prompts, options.seed, strict=True), 1):
+        of_prompt = replace(options, seed=[stream])
         try:
             answer = answer_prompt(model, prompt, args, of_prompt, out, adapter)
         except UserError as error:

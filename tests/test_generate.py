@@ -400,8 +400,8 @@ def test_a_summary_names_the_rule_and_its_budget(
 ) -> None:
     stats = GenerationStats()
     stats.record(2, exact=0, fuzzy=1)
-    stream = SimpleNamespace(stats=stats, tree=TreeConfig(), rule=rule)
-    line = summary(Answer.of(3, stream, GenerationOptions(rule=asked)))
+    made = SimpleNamespace(tree=TreeConfig(), rule=rule)
+    line = summary(Answer.of(3, stats, made, GenerationOptions(rule=asked)))
     kind = "relaxed" if rule == Cactus() else "fuzzy"
     assert line.endswith(f", 1 {kind} accept, {words}, tree 16/5/8")
 
@@ -691,6 +691,10 @@ MISTAKES = {
         ["Name", "three", "rivers"],
         "error: unrecognized arguments: three rivers; put the prompt in quotes (--help lists the flags)",
     ),
+    "no batch": (["--batch-size", "0", "x"], "error: --batch-size is 0: it must be an integer of at least 1"),
+    "baseline of many": (["--batch-size", "2", "--baseline", "x"], "--baseline with --batch-size 2: it"),
+    "adaptation of many": (["--batch-size", "2", "--adapt", "x"], "--adapt with --batch-size 2: it works"),
+    "all skipped": (["--skip", "1", "x"], "--skip is 1: it must be an integer between 0 and 0; the command"),
     "raw system": (["--raw", "--system", "s", "x"], "--system"),
     "negative threshold": (["--threshold", "-0.1", "x"], "error: --threshold is -0.1"),
     "NaN threshold": (["--threshold", "nan", "x"], "error: --threshold is nan"),

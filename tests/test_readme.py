@@ -121,7 +121,7 @@ def write_toy_data(folder: Path) -> None:
 
 
 def arguments(line: str) -> list[str]:
-    return shlex.split(line.partition("eagle_fsd.generate")[2])
+    return shlex.split(line.partition("eagle_fsd.generate")[2].partition(" > ")[0])
 
 
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
@@ -156,9 +156,11 @@ def answer(line: str, *more: str) -> int:
 
 @pytest.mark.parametrize("line", GENERATE)
 def test_generate_commands(
-    line: str, smollm2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, smollm2: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(generate, "load_model", lambda args: smollm2)
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "Name a river."}\n{"question": "Why?"}\n')
     if line.startswith("echo "):
         said = shlex.split(line.partition("|")[0])[1]
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{said}\n".encode())))

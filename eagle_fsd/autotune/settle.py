@@ -78,8 +78,13 @@ class Settler:
         """Settle for other weights of the same head: trees stay those chosen, its calibration is void."""
         self.drafter, self._identity = drafter, None
 
-    def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
-        """Return the rule and tree for these prompts. Raises ValueError if the drafter cannot serve them."""
+    def settle(
+        self, options: GenerationOptions, prompts: Prompts, together: int | None = None
+    ) -> tuple[AcceptanceRule, TreeConfig]:
+        """Return the rule and tree for these prompts. Raises ValueError if the drafter cannot serve them.
+
+        together: how many of them are decoded together; None: all.
+        """
         rule, tree, sampling, calibrated = options.rule, options.tree, options.sampling, None
         if isinstance(rule, AutoThreshold):
             given = tree if isinstance(tree, TreeConfig) else None
@@ -89,7 +94,12 @@ class Settler:
         rule, tree = Lossless() if rule is None else rule, tree or TreeConfig()
         self.require_rule(rule)
         if isinstance(tree, AutoTree):
-            setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
+            setting = (
+                sampling,
+                min(together or len(prompts), len(prompts)),
+                prompts.context,
+                prompts.rows[:4],
+            )
             tree = self.choose_tree(tree, rule, *setting).tree
             plans = isinstance(rule, Fuzzy) and rule.price > 0
             holds = calibrated is None or (plans and calibrated.holds(tree))
@@ -98,15 +108,15 @@ class Settler:
         self.check_tree(tree, prompts.lengths)
         return rule, tree
 
-    def request(self, options: GenerationOptions, prompts: Prompts) -> Request:
+    def request(self, options: GenerationOptions, prompts: Prompts, together: int | None = None) -> Request:
         """Return the request for these prompts, with all that was left open; see `settle`."""
         rows = prompts.rows
         self.target.ranks.check_alike("generate", rows, prompts.limits, options.sampling, options.seed)
-        rule, tree = self.settle(options, prompts)
+        rule, tree = self.settle(options, prompts, together)
         ends = end_token_ids(self.target, options.eos_token_id)
         stoppers = make_stoppers(self.tokenizer, options.stops, rows)
         constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
-        return options.request(prompts, ends, rule, tree, self.target.device, stoppers, constraint)
+        return options.request(prompts, ends, rule, tree, stoppers, constraint)
 
     def choose_tree(
         self,

@@ -19,7 +19,6 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, StepOverhead, TreeObserver
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
@@ -59,8 +58,7 @@ def decode_sample(
     drafter = drafting.make(len(prompts), longest, tree)
     session = TargetSession(target, len(prompts), longest + tree.total_tokens, drafter.needs.taps)
     request = Request(
-        tokens=pad_right(prompts, 0).to(target.device),
-        lengths=[len(prompt) for prompt in prompts],
+        prompts=prompts,
         limits=[max(1, min(new_tokens, target.max_positions - len(prompt))) for prompt in prompts],
         eos_token_ids=eos_token_ids,
         rule=rule,

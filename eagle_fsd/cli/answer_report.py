@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 # torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
+    from eagle_fsd.core.config import TreeConfig
     from eagle_fsd.core.stats import GenerationStats
     from eagle_fsd.decoding.options import GenerationOptions
-    from eagle_fsd.decoding.outputs import TokenStream
     from eagle_fsd.decoding.request import TokenLogprob
     from eagle_fsd.engine import EagleFSD
 
@@ -24,6 +24,13 @@ JSON_KEYS = (
     "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "runtime",
     "weight_format", "device", "tree", "seed",
 )  # fmt: skip
+
+
+class Settled(Protocol):
+    """A stream of tokens or of texts, as far as its rule and tree go."""
+
+    rule: AcceptanceRule
+    tree: TreeConfig
 
 
 @dataclass
@@ -44,12 +51,15 @@ class Answer:
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
     budget: float | None = None  # of quality, if the rule was found by one
+    number: int | None = None  # counted from 1, if it was made beside others
 
     @classmethod
-    def of(cls, prompt_tokens: int, stream: TokenStream, options: GenerationOptions) -> Answer:
-        """Return the answer that a stream will give: it has no token yet."""
+    def of(
+        cls, prompt_tokens: int, stats: GenerationStats, made: Settled, options: GenerationOptions
+    ) -> Answer:
+        """Return an answer that has no token yet. made: what was settled for it by the options."""
         budget = getattr(options.rule, "quality_budget", None)
-        return cls(prompt_tokens, stream.stats, str(stream.tree), stream.rule, budget=budget)
+        return cls(prompt_tokens, stats, str(made.tree), made.rule, budget=budget)
 
     @property
     def finish_reason(self) -> str | None:
@@ -65,9 +75,10 @@ class Answer:
 def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
-    It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, price
-    and cost of a plan, other fields of the rule that differ from their defaults, and rule unless that is
-    fuzzy or lossless. With --baseline the keys of the target alone follow (null if interrupted).
+    It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, number
+    with --batch-size, price and cost of a plan, other fields of the rule that differ from their defaults, and
+    rule unless that is fuzzy or lossless. With --baseline the keys of the target alone follow (null if
+    interrupted).
     """
     from eagle_fsd.acceptance.rule_names import rule_fields
 
@@ -91,6 +102,8 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
         "tree": answer.tree,
         "seed": answer.seed,
     }
+    if answer.number is not None:
+        record["number"] = answer.number
     if answer.logprobs is not None:
         record["logprobs"] = [one._asdict() for one in answer.logprobs]
     if answer.memory is not None:
@@ -119,7 +132,7 @@ def summary(answer: Answer) -> str:
     stats = answer.stats
     name, has_threshold = name_rule(answer)
     accepts = f"{'fuzzy' if has_threshold else 'relaxed'} accept{'s' * (stats.fuzzy_accepts != 1)}"
-    line = format_speed(stats, len(answer.token_ids))
+    line = format_speed(stats)
     line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts}, {name}, tree {answer.tree}"
     if answer.seed is not None:
         line += f", seed {answer.seed}"
@@ -128,7 +141,7 @@ def summary(answer: Answer) -> str:
     if answer.baseline is not None and answer.baseline_ids is not None:
         same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
         without = f" without {answer.ignored_defaults}" if answer.ignored_defaults else ""
-        line += f"; target alone{without}: {format_speed(answer.baseline, len(answer.baseline_ids))}, {same}"
+        line += f"; target alone{without}: {format_speed(answer.baseline)}, {same}"
         line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
     return line
 
@@ -154,8 +167,9 @@ def name_rule(answer: Answer) -> tuple[str, bool]:
     return limit + budget, True
 
 
-def format_speed(stats: GenerationStats, tokens: int) -> str:
+def format_speed(stats: GenerationStats) -> str:
     """Return how many tokens came in how many seconds."""
+    tokens = stats.new_tokens
     return (
         f"{tokens} token{'s' * (tokens != 1)} in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tok/s)"
     )

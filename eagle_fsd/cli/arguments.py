@@ -6,14 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flags.processing import processing_options
 from eagle_fsd.cli.flags.types import AUTO, NO_HEAD
-from eagle_fsd.core.checks import require_utf8
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import (
     AutoThreshold,
     AutoTree,
@@ -23,7 +21,6 @@ from eagle_fsd.core.config import (
     require_different_texts,
     require_texts,
 )
-from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
@@ -259,6 +256,12 @@ def check_answers(args: argparse.Namespace) -> None:
     for flag, value in (("--system", args.system), ("--chat-template-args", args.chat_template_args or None)):
         if args.raw and value is not None:
             raise ValueError(f"{flag} with --raw: a raw prompt has no chat template; leave one of them out")
+    require_integer("--batch-size", args.batch_size, 1, "8 suits a CPU")
+    for flag, value in (("--baseline", args.baseline), ("--adapt", args.adapt)):
+        if value and args.batch_size > 1:
+            raise ValueError(
+                f"{flag} with --batch-size {args.batch_size}: it works between answers; leave one of them out"
+            )
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs without --json: only that shows them; give both")
 
@@ -305,39 +308,3 @@ def parse_stream(text: str) -> tuple[int, int]:
     if not all(part.isascii() and part.isdecimal() and int(part) < 2**63 for part in parts):
         raise ValueError(f"seed is {text}: it must be S or S/N, whole numbers from 0 below 2**63; choose one")
     return int(parts[0]), int(parts[1])
-
-
-def read_piped() -> bytes:
-    """Return what is piped into the program: nothing from a terminal, or from a stdin that cannot be read."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return b""
-    try:
-        return sys.stdin.buffer.read()
-    except OSError:  # it is open for writing only, say
-        return b""
-
-
-def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the prompts that the arguments name, or else what is piped in, without a final newline.
-
-    Raises ValueError if there is none, or one is blank or no text.
-    """
-    if args.prompt_file is not None:
-        prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
-    else:
-        given = args.prompt if args.prompt is not None else args.text
-        prompts, origin = [given], "the command line"
-        if given == "-" and sys.stdin is None:
-            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
-        if given in (None, "-"):
-            text = sys.stdin.buffer.read() if given else read_piped()
-            if given is None and not text.strip():
-                raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
-            prompts, origin = [decode_text(text, "stdin")], "stdin"
-    if not prompts:
-        raise ValueError(f"{origin} holds no prompt: it must hold at least one")
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt.strip():
-            raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
-        require_utf8(f"prompt {number} of {origin}", prompt)
-    return prompts

@@ -8,7 +8,7 @@ tau = new_tokens / steps counts the target's own token of every step: plain deco
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from eagle_fsd.core.tree import HEAD, SOURCES
@@ -36,6 +36,12 @@ class Stopwatch:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
+
+    def since(self, before: Mapping[str, float]) -> "Stopwatch":
+        """Return a watch with what was added since its seconds were these."""
+        watch = Stopwatch()
+        watch.seconds = {phase: now - before.get(phase, 0.0) for phase, now in self.seconds.items()}
+        return watch
 
     def _now(self) -> float:
         if self._synchronize is not None:

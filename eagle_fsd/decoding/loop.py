@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
@@ -48,7 +49,8 @@ def decode(
         texts_made += texts
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
-        batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
+        tokens = pad_right(request.prompts, 0).to(target.device)
+        batch.begin(texts, prefill(tokens, list(map(len, request.prompts)), target, drafter))
     while batch.active:
         emitted = step(batch)
         yield [emitted.get(text, []) for text in texts]

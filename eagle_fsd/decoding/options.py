@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
@@ -24,7 +23,6 @@ from eagle_fsd.core.config import (
     require_different_texts,
     require_texts,
 )
-from eagle_fsd.core.padding import as_mask
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.decoding.logits.constrained import require_ends
@@ -193,7 +191,6 @@ class GenerationOptions:
         eos_token_ids: Sequence[int],
         rule: AcceptanceRule,
         tree: TreeConfig,
-        device: torch.device,
         stoppers: Sequence[Stopper] = (),
         constraint: Constraint | None = None,
     ) -> Request:
@@ -201,8 +198,7 @@ class GenerationOptions:
         if constraint is not None:
             require_ends(constraint.name, eos_token_ids)
         return Request(
-            tokens=prompts.tokens.to(device),
-            lengths=prompts.lengths,
+            prompts=prompts.rows,
             limits=prompts.limits,
             eos_token_ids=eos_token_ids,
             rule=rule,
@@ -243,25 +239,29 @@ def kept(value: Any) -> Any:
 
 
 def settle_options(
-    options: GenerationOptions | None,
-    keywords: Mapping[str, Any],
-    target: TargetModel,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-) -> tuple[GenerationOptions, Prompts]:
-    """Return the settled options and the prompts [B, L], each repeated num_return_sequences times.
+    options: GenerationOptions | None, keywords: Mapping[str, Any], target: TargetModel
+) -> GenerationOptions:
+    """Return the options with what keywords override, and the model's own values for what neither says.
 
-    keywords: override options. What neither says is the model's own. Raises ValueError for a keyword that is
-    no option, and for what does not fit the target or each other.
+    Raises ValueError for a keyword that is no option, and for what does not fit the target or each other.
     """
     settled = override(GenerationOptions, options, keywords).with_defaults(
         target.own_defaults, target.named_sampling
     )
     settled.processing.require_vocabulary(target.vocab_size)
     settled.require_different_texts()
-    if (copies := settled.num_return_sequences) > 1:
-        input_ids = input_ids.repeat_interleave(copies, dim=0)
-        if attention_mask is not None:
-            attention_mask = as_mask(attention_mask).repeat_interleave(copies, dim=0)
+    return settled
+
+
+def settle_batch(
+    options: GenerationOptions | None,
+    keywords: Mapping[str, Any],
+    target: TargetModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+) -> tuple[GenerationOptions, Prompts]:
+    """Return the settled options and the prompts [B, L], each repeated num_return_sequences times."""
+    settled = settle_options(options, keywords, target)
     ends = end_token_ids(target, settled.eos_token_id)
-    return settled, Prompts.from_padded(target, input_ids, attention_mask, settled.max_new_tokens, ends)
+    prompts = Prompts.from_padded(target, input_ids, attention_mask, settled.max_new_tokens, ends)
+    return settled, prompts.repeated(settled.num_return_sequences)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import NamedTuple, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import infer_mask, unpad
+from eagle_fsd.core.padding import as_ids, infer_mask, unpad
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
@@ -32,13 +32,9 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a batch.
+    """Prompts to answer. rows: the token ids of each. limits: the most new tokens of each."""
 
-    tokens: [B, longest], right-padded. lengths: of each prompt. limits: the most new tokens of each.
-    """
-
-    tokens: Tensor
-    lengths: list[int]
+    rows: list[list[int]]
     limits: list[int]
 
     @classmethod
@@ -59,24 +55,56 @@ class Prompts:
         if attention_mask is None:
             attention_mask = infer_mask(input_ids, target.pad_token_id, end_tokens)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
-        limits = [
-            min(max_new_tokens, remaining_positions(target, f"row {row} of the batch", length))
-            for row, length in enumerate(lengths)
-        ]
-        return cls(tokens, lengths, limits)
+        rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        return cls(rows, limits_of(target, rows, max_new_tokens, "row {} of the batch"))
+
+    @classmethod
+    def from_lists(
+        cls, target: TargetModel, prompts: Iterable[Sequence[int]], max_new_tokens: int
+    ) -> Prompts:
+        """Read prompts of any lengths, each a list of token ids.
+
+        Limits end at the target's last position. Raises ValueError if there is none, or for one that holds
+        no token ids, or fills the whole context.
+        """
+        rows = []
+        for number, prompt in enumerate(prompts):
+            try:
+                tokens, _ = unpad(as_ids([prompt]), None, target.vocab_size)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
+            rows += tokens.tolist()
+        if not rows:
+            raise ValueError("prompts is empty: give the token ids of one at least")
+        return cls(rows, limits_of(target, rows, max_new_tokens, "prompt {}"))
+
+    def repeated(self, copies: int) -> Prompts:
+        """Return the prompts with each `copies` times in a row."""
+        places = [place for place in range(len(self)) for _ in range(copies)]
+        return Prompts([self.rows[place] for place in places], [self.limits[place] for place in places])
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.rows)
 
     @property
-    def rows(self) -> list[list[int]]:
-        """Each prompt's token ids."""
-        return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
+    def lengths(self) -> list[int]:
+        """The number of each prompt's tokens."""
+        return list(map(len, self.rows))
 
     @property
     def context(self) -> int:
         """The length of the longest text about halfway through its generation."""
         return max(self.lengths) + max(self.limits) // 2
+
+
+def limits_of(
+    target: TargetModel, rows: Sequence[Sequence[int]], max_new_tokens: int, name: str
+) -> list[int]:
+    """Return the most new tokens of each prompt. name: what an error calls one, with {} for its number."""
+    return [
+        min(max_new_tokens, remaining_positions(target, name.format(number), len(row)))
+        for number, row in enumerate(rows)
+    ]
 
 
 def remaining_positions(target: TargetModel, prompt: str, length: int) -> int:
@@ -161,11 +189,10 @@ class TokenLogprob(NamedTuple):
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt: its token ids, if it goes through a Scheduler or its logits are processed. stream: of random
-    numbers, if it goes through a Scheduler. reused: the tokens of its prompt that were not read, since a kept
-    text began with them. top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens;
-    None: it has nothing. stopper: may end it early. new_tokens: what it has emitted. failure: why it ended
-    with the finish reason FAILED.
+    prompt: its token ids. stream: of random numbers, if it goes through a Scheduler. reused: the tokens of
+    its prompt that were not read, since a kept text began with them. top_logprobs: how many likeliest tokens
+    `logprobs` has for each of the new tokens; None: it has nothing. stopper: may end it early. new_tokens:
+    what it has emitted. failure: why it ended with the finish reason FAILED.
     """
 
     number: int
@@ -206,12 +233,11 @@ class Text:
 class Request:
     """One batch to decode.
 
-    tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
-    observer: sees every step. logprobs: see Text.top_logprobs. stoppers: one for each row, or none.
+    prompts: the token ids of each, one at least; limits: the most new tokens of each. observer: sees every
+    step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none.
     """
 
-    tokens: Tensor
-    lengths: Sequence[int]
+    prompts: Sequence[Sequence[int]]
     limits: Sequence[int]
     eos_token_ids: Sequence[int]
     rule: AcceptanceRule
@@ -225,19 +251,17 @@ class Request:
     @property
     def longest_text(self) -> int:
         """The most tokens that a text may have, its prompt included."""
-        return max(length + limit for length, limit in zip(self.lengths, self.limits, strict=True))
+        return max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True))
 
     def texts(self, stats: Sequence[GenerationStats]) -> list[Text]:
         """Return the texts of the rows, which are counted in these statistics."""
         terms = Terms(tuple(self.eos_token_ids), self.rule, self.sampling, self.processing)
+        rows = zip(self.prompts, self.limits, stats, strict=True)
         texts = [
-            Text(number, limit, terms, of_row, top_logprobs=self.logprobs)
-            for number, (limit, of_row) in enumerate(zip(self.limits, stats, strict=True))
+            Text(number, limit, terms, of_row, prompt, top_logprobs=self.logprobs)
+            for number, (prompt, limit, of_row) in enumerate(rows)
         ]
         if self.stoppers:
             for text, stopper in zip(texts, self.stoppers, strict=True):
                 text.stopper = stopper
-        if self.processing.active:
-            for text, row, length in zip(texts, self.tokens.tolist(), self.lengths, strict=True):
-                text.prompt = row[:length]
         return texts

@@ -19,6 +19,7 @@ from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.decoding.request import Request, Text
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
+from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -69,6 +70,13 @@ def make_workspace(
     return workspace
 
 
+def settle_seed(seed: Seed | None, greedy: bool, ranks: Ranks) -> Seed:
+    """Return the seed, or a fresh one for None. Greedy decoding leaves torch's generator alone."""
+    if seed is not None:
+        return seed
+    return 0 if greedy else ranks.lead(fresh_seed())
+
+
 class Workspaces:
     """Workspaces on one target. If steps are recorded, the last one is kept for the next batch that fits.
 
@@ -90,16 +98,16 @@ class Workspaces:
 
         seed: None draws one. drafter: drafts the trees, unless they have one node.
         """
-        greedy, ranks = request.sampling.greedy, self.target.ranks
-        if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
-            seed = 0 if greedy else ranks.lead(fresh_seed())
-        batch, tree = len(request.lengths), request.tree
+        greedy = request.sampling.greedy
+        seed = settle_seed(seed, greedy, self.target.ranks)
+        batch, tree = len(request.prompts), request.tree
         random = RowRandom(seed, batch, self.target.device)  # first: it checks the seed
-        workspace = self.take(batch, max(request.lengths), request.longest_text, tree, drafter)
+        longest = max(map(len, request.prompts))
+        workspace = self.take(batch, longest, request.longest_text, tree, drafter)
         self.target.expect(batch, tree.total_tokens)
         if workspace.spec.rests:
             self.target.expect(batch, 1)
-        stats, watch = [GenerationStats() for _ in request.lengths], Stopwatch()
+        stats, watch = [GenerationStats() for _ in request.prompts], Stopwatch()
         texts, ended = list[Text](), threading.Event()
         steps = self.decode(workspace, request, random, stats, watch, texts, ended)
         return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts, ended)

@@ -72,6 +72,10 @@ class TargetSession:
         return TargetSession(self.target, batch, capacity, self.taps)
 
     @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
     def vocab_size(self) -> int:
         return self.target.vocab_size
 

@@ -774,8 +774,7 @@ def test_lossless_law_of_the_first_two_tokens(
     pairs, accepted, rows = [], 0, 10_000
     for batch in range(batches):
         request = Request(
-            tokens=torch.tensor([[before, last]]).expand(rows, -1),
-            lengths=[2] * rows,
+            prompts=[[before, last]] * rows,
             limits=[2] * rows,
             eos_token_ids=(),
             rule=Lossless(),

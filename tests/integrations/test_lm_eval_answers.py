@@ -6,6 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from support.slow_twins import cut
@@ -17,7 +18,7 @@ from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.integrations.lm_eval.requests import Answer, Ask, Ending, answers, end_tokens
+from eagle_fsd.integrations.lm_eval.requests import Ask, Ending, answers, end_tokens, text_of
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.streamed import StreamedText
 
@@ -40,6 +41,11 @@ def decode(token_ids: Sequence[int]) -> str:
     return engine().tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+class Answer(NamedTuple):
+    text: str
+    stats: GenerationStats
+
+
 def answer_all(
     asks: Sequence[Ask],
     rule: AcceptanceRule | None = None,
@@ -47,12 +53,13 @@ def answer_all(
     batch_size: int = 2,
     model: EagleFSD | None = None,
 ) -> list[Answer]:
+    model = model or engine()
     found: dict[int, Answer] = {}
-    for batch in answers(
-        model or engine(), asks, rule or Lossless(), tree or TreeConfig(16, 5, 8), batch_size
-    ):
-        assert 1 <= len(batch) <= batch_size and not found.keys() & batch.keys()
-        found |= batch
+    for places, stream in answers(model, asks, rule or Lossless(), tree or TreeConfig(16, 5, 8), batch_size):
+        for text in stream:
+            place = places[text.number]
+            assert place not in found
+            found[place] = Answer(text_of(model, text.new_tokens, asks[place].ending.until), text.stats)
     return [found[place] for place in range(len(asks))]
 
 
@@ -114,7 +121,7 @@ def test_lossless_answers_are_the_targets_own_cut_at_the_stop_strings(
 
 
 def test_a_text_takes_no_step_after_its_end() -> None:
-    """Its stats, too, count what it took alone, though others of its batch go on."""
+    """Its stats, too, count what it took alone, though others go on beside it."""
     ending = Ending(stops(), NEW_TOKENS, GREEDY)
     together = answer_all(asks_of(ending), batch_size=5)
     for answer, alone in zip(together, answer_all(asks_of(ending), batch_size=1), strict=True):
@@ -151,7 +158,7 @@ def test_sampled_answers_do_not_depend_on_their_batch(rule: AcceptanceRule) -> N
     assert [answer.text for answer in other] != texts[0]
 
 
-def test_only_what_shares_an_ending_shares_a_batch() -> None:
+def test_only_what_shares_an_ending_is_answered_together() -> None:
     endings = [Ending((), 4 + row % 2, GREEDY) for row in range(len(PROMPTS))]
     asks = [Ask(tuple(prompt), ending) for prompt, ending in zip(PROMPTS, endings, strict=True)]
     found = answer_all(asks, batch_size=5)
@@ -163,7 +170,7 @@ def test_only_what_shares_an_ending_shares_a_batch() -> None:
 
 def test_the_longest_prompts_come_first() -> None:
     asks = asks_of(Ending((), 2, GREEDY))
-    order = [place for batch in answers(engine(), asks, Lossless(), TreeConfig(1), 2) for place in batch]
+    ((order, _),) = answers(engine(), asks, Lossless(), TreeConfig(1), 2)
     assert order == [1, 4, 3, 0, 2]
 
 

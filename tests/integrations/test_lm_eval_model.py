@@ -337,7 +337,7 @@ def test_long_prompts_are_cut_on_the_left_and_empty_ones_begun(caplog: pytest.Lo
 
 @needs_lm_eval
 def test_nothing_is_answered_where_one_request_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EagleFSD, "stream_batch", lambda *_, **__: pytest.fail("it was answered"))
+    monkeypatch.setattr(EagleFSD, "generate_many", lambda *_, **__: pytest.fail("it was answered"))
     requests = requests_of(["a"], {"max_gen_toks": 5}) + requests_of(["b"], {"num_beams": 4})
     with pytest.raises(ValueError, match="num_beams=4"):
         lm().generate_until(requests)
@@ -448,7 +448,7 @@ def test_a_task_of_ones_own_from_end_to_end(
     said = [sample["filtered_resps"][0] for sample in results["samples"]["tiny_questions"]]
     assert said == [cut(text, until()) for text in greedy_texts()]
     assert results["config"]["stats"]["new_tokens"] > 0 and results["config"]["answers"] == 5
-    monkeypatch.setattr(EagleFSD, "stream_batch", lambda *_, **__: pytest.fail("it was answered again"))
+    monkeypatch.setattr(EagleFSD, "generate_many", lambda *_, **__: pytest.fail("it was answered again"))
     again = evaluate(lm())
     assert again["results"] == results["results"]
 

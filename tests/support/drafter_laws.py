@@ -45,8 +45,7 @@ def worst_fit(
     target's chain.
     """
     request = Request(
-        tokens=torch.randint(4, (rows, 6), generator=torch.Generator().manual_seed(0)),
-        lengths=[6] * rows,
+        prompts=torch.randint(4, (rows, 6), generator=torch.Generator().manual_seed(0)).tolist(),
         limits=[length] * rows,
         eos_token_ids=(),
         rule=rule,
@@ -57,7 +56,7 @@ def worst_fit(
     stats = [GenerationStats() for _ in range(rows)]
     steps = list(decode(request, target, drafter, RowRandom(3, rows), stats, Stopwatch()))
     counts = torch.zeros(4, 4, 4, dtype=torch.float64)
-    for row, prompt in enumerate(request.tokens.tolist()):
+    for row, prompt in enumerate(request.prompts):
         text = [*prompt[-2:], *[token for chunks in steps for token in chunks[row]]]
         for context in zip(text, text[1:], text[2:], strict=False):
             counts[context] += 1

@@ -71,6 +71,7 @@ class ChainTarget:
     """
 
     ranks = ALONE
+    device = torch.device("cpu")
 
     def __init__(self, chain: Chain, batch: int, record: bool = False) -> None:
         self.chain = chain

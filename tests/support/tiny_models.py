@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
@@ -325,8 +324,7 @@ def run_loop(
     batch = len(prompts)
     limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
     request = Request(
-        tokens=pad_right(prompts, 0),
-        lengths=[len(prompt) for prompt in prompts],
+        prompts=prompts,
         limits=limits,
         eos_token_ids=tuple(eos),
         rule=rule or Lossless(),

@@ -61,6 +61,22 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a text file is one prompt; a .jsonl file has one per line: `prompt`, `question`, `turns` ...",
     )
+    group.add_argument(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answer so many prompts of a .jsonl file together, which is faster over all; a text that ends "
+        "gives its place to the next prompt (default: 1)",
+    )
+    group.add_argument(
+        "--skip",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out the first N prompts of a file, to go on where a run ended; the other answers are the "
+        "same for the same --seed (default: 0)",
+    )
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
     add_template_flag(group)
     group.add_argument(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.integrations.lm_eval.requests import Answer, Ask, answers, ending_of, seeds, settings_of
+from eagle_fsd.integrations.lm_eval.requests import Ask, answers, ending_of, seeds, settings_of, text_of
 
 try:
     import lm_eval.models  # noqa: F401  # first, or ours would be the only model in the registry
@@ -141,12 +141,17 @@ class EagleLM(LM):
         texts = [""] * len(asks)
         settings = self.settings
         with tqdm(total=len(asks), desc="generate_until", unit="answer", disable=disable_tqdm) as bar:
-            for batch in answers(self.engine, asks, settings.rule, settings.tree, self.batch_size):
-                for place, answer in batch.items():
-                    texts[place] = answer.text
-                    self.cache_hook.add_partial("generate_until", asked[place], answer.text)
-                self._count(list(batch.values()))
-                bar.update(len(batch))
+            for places, stream in answers(self.engine, asks, settings.rule, settings.tree, self.batch_size):
+                for found in stream:
+                    if found.failure is not None:
+                        raise found.failure
+                    place = places[found.number]
+                    texts[place] = text_of(self.engine, found.new_tokens, asks[place].ending.until)
+                    self.cache_hook.add_partial("generate_until", asked[place], texts[place])
+                    self.answers += 1
+                    self.capped += found.stats.finish_reason == "length"
+                    bar.update()
+                self.stats = GenerationStats.total([self.stats, stream.total])
         logger.info(
             f"{settings.rule}, tree {settings.tree}: {self.answers} answers, {self.stats.new_tokens} tokens, "
             f"tau {self.stats.tau:.2f}, {self.stats.tokens_per_second:.1f} tokens/s, "
@@ -191,9 +196,3 @@ class EagleLM(LM):
         ids = self.tokenizer(text, add_special_tokens=not (first and text.startswith(first)))["input_ids"]
         known = self.tokenizer.bos_token_id  # an empty text needs something to follow
         return list(ids) or [self.engine.pad_token_id if known is None else known]
-
-    def _count(self, batch: Sequence[Answer]) -> None:
-        rows = [answer.stats for answer in batch]
-        self.stats = GenerationStats.total([self.stats, GenerationStats.total(rows, concurrent=True)])
-        self.answers += len(rows)
-        self.capped += sum(row.finish_reason == "length" for row in rows)

@@ -1,6 +1,6 @@
-"""What lm-eval asks, and the answers: --model_args, --gen_kwargs, stop strings and batches. Needs no lm-eval.
+"""What lm-eval asks, and the answers: --model_args, --gen_kwargs, stop strings and seeds. Needs no lm-eval.
 
-Prompts are batched by length; batching never changes an answer. Stop strings that are special tokens of the
+What is decoded beside a text never changes it. Stop strings that are special tokens of the
 tokenizer end a text as end tokens do, for they are not shown in it.
 """
 
@@ -17,10 +17,8 @@ from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import pad_left
-from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.decoding.many import TextStream
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompt_sets import batches
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
 from eagle_fsd.text.streamed import StreamedText, special_tokens
 
@@ -54,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a text is made and where it ends; only what shares it goes into one batch."""
+    """How a text is made and where it ends; only what shares it is answered together."""
 
     until: tuple[str, ...]
     max_new_tokens: int
@@ -68,14 +66,6 @@ class Ask:
     prompt: tuple[int, ...]
     ending: Ending
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """text: without the stop string. stats: of the steps up to the one that ended the text."""
-
-    text: str
-    stats: GenerationStats
 
 
 def settings_of(arguments: Mapping[str, Any]) -> Settings:
@@ -176,8 +166,8 @@ def answers(
     rule: AcceptanceRule,
     tree: TreeConfig | AutoTree,
     batch_size: int,
-) -> Iterator[dict[int, Answer]]:
-    """Answer all, a batch at a time: yields each batch's answers by their place in `asks`.
+) -> Iterator[tuple[Sequence[int], TextStream]]:
+    """Yield streams that answer all, each with the places in `asks` of its texts' prompts.
 
     The longest prompts come first, so that what does not fit fails at once.
     """
@@ -188,14 +178,8 @@ def answers(
         options = {"rule": rule, "tree": tree, "max_new_tokens": ending.max_new_tokens}
         options |= {"eos_token_id": end_tokens(engine, ending.until), **asdict(ending.sampling)}
         options["stop_strings"] = [stop for stop in ending.until if stop]
-        for part in batches(places, batch_size):
-            batch = [asks[place] for place in part]
-            ids, mask = pad_left([ask.prompt for ask in batch], engine.pad_token_id)
-            output = engine.generate(ids, mask, seed=[ask.seed for ask in batch], **options)
-            found = zip(part, output.new_tokens, output.stats, strict=True)
-            yield {
-                place: Answer(text_of(engine, tokens, ending.until), stats) for place, tokens, stats in found
-            }
+        prompts, seeds = [asks[place].prompt for place in places], [asks[place].seed for place in places]
+        yield places, engine.generate_many(prompts, batch_size=batch_size, seed=seeds, **options)
 
 
 def text_of(engine: EagleFSD, tokens: Sequence[int], until: Sequence[str]) -> str:

@@ -20,10 +20,10 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import forward_size, release_freed_memory
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
-from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.scheduler import SLICE, Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
+from eagle_fsd.decoding.steps.origins import TokenOrigins
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News

@@ -1,0 +1,47 @@
+"""The prompts that the command line names, or that are piped in."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from eagle_fsd.core.checks import require_integer, require_utf8
+from eagle_fsd.text.prompt_files import decode_text, read_prompts
+
+
+def read_piped() -> bytes:
+    """Return what is piped into the program: nothing from a terminal, or from a stdin that cannot be read."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return b""
+    try:
+        return sys.stdin.buffer.read()
+    except OSError:  # it is open for writing only, say
+        return b""
+
+
+def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
+    """Return the prompts that the arguments name, or else what is piped in, without a final newline.
+
+    Raises ValueError if there is none, or one is blank or no text.
+    """
+    if args.prompt_file is not None:
+        prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
+    else:
+        given = args.prompt if args.prompt is not None else args.text
+        prompts, origin = [given], "the command line"
+        if given == "-" and sys.stdin is None:
+            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
+        if given in (None, "-"):
+            text = sys.stdin.buffer.read() if given else read_piped()
+            if given is None and not text.strip():
+                raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
+            prompts, origin = [decode_text(text, "stdin")], "stdin"
+    if not prompts:
+        raise ValueError(f"{origin} holds no prompt: it must hold at least one")
+    require_integer("--skip", args.skip, 0, f"{origin} has {len(prompts)} prompts", len(prompts) - 1)
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
+        require_utf8(f"prompt {number} of {origin}", prompt)
+    return prompts[args.skip :]

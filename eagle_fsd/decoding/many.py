@@ -1,0 +1,135 @@
+"""Many prompts, some of them at a time: a text that ends gives its place to the next prompt."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.devices import forward_size
+from eagle_fsd.core.randomness.streams import Seed, row_streams
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.request import Request, Text, TokenLogprob
+from eagle_fsd.decoding.scheduler import SLICE, Scheduler
+from eagle_fsd.decoding.workspace import settle_seed
+from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.target.model import TargetModel
+
+KEPT = 8192  # tokens of read prompts that later ones may begin with: a task's examples, a long system prompt
+INTERRUPTED = "interrupted"  # the finish reason of a text that was ended
+
+
+@dataclass(frozen=True)
+class FinishedText:
+    """One text. number: the place of its prompt, counted from 0; copies of a prompt count one by one.
+
+    new_tokens: an end token included. stats: seconds are from the first look at its prompt to its end, while
+    others were decoded beside it. logprobs: if they were asked for. failure: why no token could be chosen, if
+    its finish_reason is "failed".
+    """
+
+    number: int
+    new_tokens: list[int]
+    stats: GenerationStats
+    logprobs: list[TokenLogprob] | None = None
+    failure: Exception | None = None
+
+    @classmethod
+    def of(cls, text: Text) -> FinishedText:
+        logprobs = None if text.top_logprobs is None else text.logprobs
+        return cls(text.number, text.new_tokens, text.stats, logprobs, text.failure)
+
+
+class TextStream:
+    """The texts of many prompts: iterating yields each when it ends, so that short ones overtake long ones.
+
+    batch_size: how many are decoded together. crowded: whether drafts may shrink where a text gets the same
+    tokens with any tree; see TreeConfig.for_many. tree, rule, seed: see GenerationOutput. Leaving the loop
+    leaves the rest undone: nothing runs between two texts.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: DrafterSpec | None,
+        request: Request,
+        seed: Seed | None,
+        batch_size: int,
+        crowded: bool = False,
+    ) -> None:
+        require_integer("batch_size", batch_size, 1, "8 suits a CPU")
+        rows = min(batch_size, len(request.prompts))
+        self.tree, self.rule, greedy = request.tree, request.rule, request.sampling.greedy
+        seed = settle_seed(seed, greedy, target.ranks)
+        self.seed = None if greedy else seed
+        self._watch, self._seconds, self._ended = Stopwatch(), 0.0, GenerationStats()
+        streams = row_streams(seed, len(request.prompts))
+        texts = request.texts([GenerationStats() for _ in request.prompts])
+        for text, stream in zip(texts, streams, strict=True):
+            text.stream = stream
+        self._pending, self._rows = deque(texts), rows
+        self._begun: dict[Text, tuple[float, dict[str, float]]] = {}  # the clock and the watch at that time
+        shrinks = crowded and target.device.type == "cpu" and not target.ranks.several
+        self._scheduler = Scheduler(
+            target,
+            drafter,
+            request.tree,
+            rows,
+            max(1, rows // 8),  # so the batch stays full, and few forwards read prompts
+            self._watch,
+            forward_size(SLICE, target.device),
+            prefix_tokens=KEPT,
+            observer=request.observer,
+            crowded=request.tree.for_many(rows) if shrinks else None,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether any text has not ended."""
+        return bool(self._pending) or self._scheduler.busy
+
+    @property
+    def total(self) -> GenerationStats:
+        """The sum over all texts that have ended; its seconds are those of all steps so far."""
+        total = GenerationStats.total([self._ended])
+        total.set_times(self._watch, self._seconds)
+        return total
+
+    def __iter__(self) -> Iterator[FinishedText]:
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[FinishedText]:
+        """Run one step of the texts under way, and return those that ended in it.
+
+        Raises whatever target and drafter raise, NonFiniteLogits included; no text can go on after that.
+        """
+        start, before = time.perf_counter(), dict(self._watch.seconds)
+        waiting = self._scheduler.waiting
+        while self._pending and len(waiting) < self._rows:
+            self._scheduler.admit(self._pending.popleft())
+        begun = list(waiting)
+        emitted = self._scheduler.step()
+        for text in begun:
+            if text not in waiting:
+                self._begun[text] = (start, before)
+        self._seconds += time.perf_counter() - start
+        return [self._finish(text) for text in emitted if text.done]
+
+    def end(self) -> list[FinishedText]:
+        """End all texts and begin no other. Returns those under way, as far as they came."""
+        self._pending.clear()
+        self._scheduler.waiting.clear()
+        ended = list(self._begun)
+        for text in ended:
+            self._scheduler.retire(text)
+            text.stats.finish_reason = INTERRUPTED
+        return [self._finish(text) for text in ended]
+
+    def _finish(self, text: Text) -> FinishedText:
+        begun, before = self._begun.pop(text)
+        text.stats.set_times(self._watch.since(before), time.perf_counter() - begun)
+        self._ended = GenerationStats.total([self._ended, text.stats])
+        return FinishedText.of(text)
