@@ -35,11 +35,10 @@ from eagle_fsd.training.data.conversations import (
     Plan,
     RowFile,
     answer_prompts,
-    gather_prompts,
     self_prompts,
     user_opening,
-    without_overlap,
 )
+from eagle_fsd.training.data.prompts import gather_prompts, without_overlap
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 ENDS = [5, 17, 30, 31]

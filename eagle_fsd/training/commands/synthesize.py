@@ -36,10 +36,9 @@ from eagle_fsd.training.cli import add_paths, run_command
 from eagle_fsd.training.data.conversations import (
     Plan,
     answer_prompts,
-    gather_prompts,
     self_prompts,
-    without_overlap,
 )
+from eagle_fsd.training.data.prompts import gather_prompts, without_overlap
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,94 @@
+"""Gather the prompts that the target is to answer, from files and from data sets. Knows no model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_fsd.core.checks import find_half_character, one_line, require_integer
+from eagle_fsd.text.prompt_files import find_prompt, read_prompts
+from eagle_fsd.training.data.examples import banned_runs, overlap
+
+logger = logging.getLogger(__name__)
+
+
+def gather_prompts(
+    files: Sequence[Path],
+    dataset: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    config: str | None = None,
+) -> list[str]:
+    """Read the prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
+
+    split: of the data set; None is train. config: which of the data set's configurations.
+    """
+    if limit is not None:
+        require_integer("limit", limit, 1, "change --limit")
+    for name, value in (("dataset_config", config), ("split", split)):
+        if value is not None and dataset is None:
+            raise ValueError(f"{name} is {value!r}: it must be of a data set; name one with --dataset")
+    prompts: list[str] = []
+    for path in files:
+        prompts += read_prompts(path)[:limit]
+    if dataset is not None:
+        prompts += dataset_prompts(dataset, split or "train", limit, config)
+    whole = [prompt for prompt in prompts if find_half_character(prompt) is None]
+    if len(whole) < len(prompts):
+        logger.warning("%d prompts left out: they hold half a character", len(prompts) - len(whole))
+    return list(dict.fromkeys(prompt for prompt in whole if prompt.strip()))
+
+
+def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
+    """Read the prompts of a data set of the Hub, or of a folder. Rows without a prompt are left out."""
+    if Path(name).is_file():
+        raise ValueError(
+            f"data set {name!r} is a file: it must be a Hub id or a folder of files; name its folder, or "
+            "give --prompts for rows of JSONL"
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            "a data set of the Hub needs the package datasets: pip install eagle-fsd[train]"
+        ) from error
+    try:
+        rows = load_dataset(name, config, split=split, streaming=True)
+    except (ValueError, OSError, RuntimeError) as error:  # the last for a data set that has a script
+        raise ValueError(
+            f"data set {name!r}, configuration {config!r}, split {split!r} cannot be read "
+            f"({one_line(error, 200)}): it must have both; change --dataset, --dataset-config or --split"
+        ) from error
+    found: list[str] = []
+    stream = iter(rows)
+    while limit is None or len(found) < limit:
+        try:
+            row = next(stream, None)
+        except Exception as error:  # of the network, a parser or Arrow: they have no base class in common
+            raise ValueError(
+                f"data set {name!r}, split {split!r} broke off after {len(found)} prompts "
+                f"({one_line(error, 200)}): it must be read to its end or to --limit; run the command again, "
+                "or take a lower --limit"
+            ) from error
+        if row is None:
+            break
+        if (prompt := find_prompt(row)) is not None:
+            found.append(prompt)
+    if not found:
+        raise ValueError(
+            f"data set {name!r}, split {split!r}: no row has a prompt, question, turns, instruction, "
+            "messages or conversations; choose another"
+        )
+    return found
+
+
+def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """Return the prompts that share no run of eight words (see word_runs) with what the files ask."""
+    banned = banned_runs(files)
+    kept = [prompt for prompt in prompts if not overlap(prompt, banned)]
+    if len(kept) < len(prompts):
+        logger.info(
+            "%d of %d prompts left out: they overlap with %s", len(prompts) - len(kept), len(prompts), files
+        )
+    return kept
