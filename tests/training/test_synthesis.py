@@ -456,6 +456,22 @@ def test_a_file_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert gather_prompts([], str(tmp_path)) == [tmp_path.name]
 
 
+def test_prompts_come_from_a_folder_of_save_to_disk(tmp_path: Path) -> None:
+    """Its splits have any names, and none is a part of another: train is not train_sft too."""
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+    one, several = str(tmp_path / "one"), str(tmp_path / "several")
+    rows = datasets.Dataset.from_list([{"prompt": "x"}, {"text": "none"}, {"prompt": "y"}])
+    rows.save_to_disk(one)
+    splits = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "train_sft", "rest")}
+    datasets.DatasetDict(splits).save_to_disk(several)
+    assert gather_prompts([], one) == ["x", "y"] and gather_prompts([], one, "train", limit=1) == ["x"]
+    assert gather_prompts([], several) == ["train"] and gather_prompts([], several, "rest") == ["rest"]
+    with pytest.raises(ValueError, match=r"split 'test' cannot .*splits rest, train, train_sft and no conf"):
+        gather_prompts([], several, "test")
+    with pytest.raises(ValueError, match=r"'main', split 'train' cannot be read \(.*the splits train and no"):
+        gather_prompts([], one, config="main")
+
+
 def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "none"}, *({"question": f"q{n}"} for n in range(5))]
     asked: list[Any] = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
@@ -48,13 +49,16 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
             "give --prompts for rows of JSONL"
         )
     try:
-        from datasets import load_dataset
+        import datasets
     except ImportError as error:
         raise ValueError(
             "a data set of the Hub needs the package datasets: pip install eagle-fsd[train]"
         ) from error
     try:
-        rows = load_dataset(name, config, split=split, streaming=True)
+        if any((Path(name) / kept).is_file() for kept in ("state.json", "dataset_dict.json")):
+            rows = choose_split(datasets.load_from_disk(name), split, config)
+        else:
+            rows = datasets.load_dataset(name, config, split=split, streaming=True)
     except (ValueError, OSError, RuntimeError) as error:  # the last for a data set that has a script
         raise ValueError(
             f"data set {name!r}, configuration {config!r}, split {split!r} cannot be read "
@@ -81,6 +85,14 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
             "messages or conversations; choose another"
         )
     return found
+
+
+def choose_split(saved: Any, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
+    """Return the rows of a split of what save_to_disk wrote; without splits, it counts as the split train."""
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved, "train": saved}
+    if config is not None or split not in splits:
+        raise ValueError(f"save_to_disk wrote the splits {', '.join(sorted(splits))} and no configuration")
+    return splits[split]
 
 
 def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
