@@ -6,7 +6,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line, outlive_stderr, report_interrupt, require_integer
 from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
 from eagle_fsd.drafting.eagle_config import LARGEST
-from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.runtime.ranks import rank_by_environment
-from eagle_fsd.training.data.examples import Example, NoSingleText, load_examples, require_cut, turns_of
+from eagle_fsd.training.data.examples import Example, check_rows, load_examples, require_cut
 from eagle_fsd.training.data.shards import finished_shards
 
 LONGEST = 512  # tokens of a row, unless --max-length says otherwise
@@ -154,17 +152,8 @@ def check_text(args: argparse.Namespace) -> None:
                 f"two files are named {name!r}: each names the folder of its features; rename one"
             )
         if not path.is_fifo():  # which can be read once
-            check_first_row(path)
+            check_rows(path, args.rows)
     check_shards(folders or ())
-
-
-def check_first_row(path: Path) -> None:
-    """Raise ValueError for a file that cannot be read, is empty, or begins with a row of no known kind."""
-    for number, row in read_jsonl(path):
-        with suppress(NoSingleText):  # it is skipped, and others may follow
-            turns_of(row, f"{path}:{number}")
-        return
-    raise ValueError(f"{path}: no usable row (the file is empty); give a file with answers")
 
 
 def check_shards(folders: Sequence[Path]) -> None:

@@ -37,7 +37,7 @@ from eagle_fsd.training.commands import features as features_command
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
 from eagle_fsd.training.data import features
-from eagle_fsd.training.data.examples import banned_runs, overlap
+from eagle_fsd.training.data.examples import banned_runs, check_rows, load_examples, overlap
 from eagle_fsd.training.run.folder import BEST, CURVES, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.run.settings import settle_defaults
 from eagle_fsd.training.trainer import Trainer
@@ -136,6 +136,12 @@ def test_heads_are_trained_for_targets_of_several_kinds(
         ('{"text": "x"}\n', "1: no 'conversations', "),
         ('{"prompt": "x"}\n', "1: no 'conversations', .*; let the target answer the file first"),
         ('{"messages": [{"role": "user"}]}\n', "1: turns must be a list"),
+        ('{"prompt": "x", "completion": "y"}\n{"text": "x"}\n', "2: no 'conversations', "),
+        ('{"prompt": "x", "completion": "y"}\n{"prompt": \n', "2: is not JSON"),
+        (
+            '{"messages": [{"role": "assistant", "content": null}]}\n',
+            r"no usable row \(\{'an answer without text, such as a call of a tool': 1\}\)",
+        ),
     ],
 )
 def test_a_file_that_teaches_nothing_is_found_before_the_target_is_looked_for(
@@ -147,6 +153,18 @@ def test_a_file_that_teaches_nothing_is_found_before_the_target_is_looked_for(
     more = "--ea-model x --draft-vocab-size 9" if command == "rank" else ""
     with ends_in_one_line(rf"\S+rows\.jsonl:\s?{message}"):
         run_command(command, f"--data {rows} --output {tmp_path}/out {more}")
+
+
+def test_rows_past_those_that_are_used_are_not_looked_at(tmp_path: Path) -> None:
+    """The examples of such a file are read without them too; a row that is skipped does not count."""
+    rows = tmp_path / "rows.jsonl"
+    call = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}
+    good = json.dumps({"prompt": "x", "completion": "y"})
+    rows.write_text(f'{good}\n{json.dumps(call)}\n{good}\n{{"text": "x"}}\n')
+    assert check_rows(rows, 2) == 2 == len(load_examples(rows, LetterTokenizer(), 30, limit=2)[0])
+    for limit in (None, 3):
+        with pytest.raises(ValueError, match=r"rows\.jsonl:4: no 'conv"):
+            check_rows(rows, limit)
 
 
 def test_a_first_row_that_is_skipped_lets_the_others_teach(

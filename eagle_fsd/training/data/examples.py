@@ -239,10 +239,34 @@ def load_examples(
     if skipped.counts:
         logger.warning("%s: skipped rows: %s", path, skipped.counts)
     if not examples:
-        raise ValueError(
-            f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
-        )
+        raise no_usable_row(path, skipped)
     return examples, skipped
+
+
+def check_rows(path: Path, limit: int | None = None) -> int:
+    """Return how many rows of a JSONL file may become examples, counted up to `limit`, without a tokenizer.
+
+    Raises ValueError for a file that cannot be read or has no such row, and for a row of no known kind.
+    """
+    usable, skipped = 0, Skipped()
+    for number, row in read_jsonl(path):
+        try:
+            turns_of(row, f"{path}:{number}")
+        except NoSingleText as why:
+            skipped.add(str(why))
+            continue
+        usable += 1
+        if usable == limit:  # no further row is surely read
+            break
+    if not usable:
+        raise no_usable_row(path, skipped)
+    return usable
+
+
+def no_usable_row(path: str | Path, skipped: Skipped) -> ValueError:
+    return ValueError(
+        f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
+    )
 
 
 def require_cut(max_length: int, limit: int | None) -> None:
