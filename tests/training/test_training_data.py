@@ -229,6 +229,22 @@ def test_rows_whose_answer_is_null_are_skipped_and_counted(
     assert len(examples) == 1 and skipped.counts == {reason: 1}
 
 
+def test_a_chat_teaches_its_answers_before_a_call_of_a_tool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    result = {"role": "tool", "content": {"of": "another kind"}}
+    called, early, path = tmp_path / "called.jsonl", [QUESTION, call, ANSWER], tmp_path / "plain.jsonl"
+    chats = ([QUESTION, ANSWER, QUESTION, call, result], early)
+    called.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    path.write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
+    examples, skipped = load_examples(called, LetterTokenizer(), 50)
+    assert examples == load_examples(path, LetterTokenizer(), 50)[0]
+    assert skipped.counts == {"an answer without text, such as a call of a tool": 1}
+    line = "chats used up to an answer without text, such as a call of a tool: 1"
+    assert caplog.messages[-1] == f"{called}: {line}"
+
+
 @pytest.mark.parametrize(
     ("chat", "message"),
     [

@@ -31,6 +31,7 @@ UNSPACED = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff"
 UNSPACED += "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
+NO_TEXT = "an answer without text, such as a call of a tool"
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +63,7 @@ class Skipped:
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     """Return the chat turns of a row of any kind, checked, each with its role and content.
 
-    Raises NoSingleText for an answer without text.
+    A chat ends with the answer before one that has no text. Raises NoSingleText if there is none.
     """
     turns = find_turns(row)
     if turns is None:
@@ -73,12 +74,22 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
             f"{where}: no 'conversations', no 'messages', no 'prompt' with 'completion' and no 'instruction' "
             f"with 'output' (keys: {sorted(row)}); {remedy}"
         )
-    made = [normalize_turn(turn, where) for turn in turns] if isinstance(turns, list) else [None]
-    if None in made:
-        raise ValueError(
-            f"{where}: turns must be a list of objects with strings 'role' and 'content', or 'from' and "
-            "'value'; remove the row"
-        )
+    made: list[dict[str, str]] = []
+    for given in turns if isinstance(turns, list) else [None]:
+        try:
+            turn = normalize_turn(given, where)
+        except NoSingleText:  # the turns after it go on from what is not there
+            while made and made[-1]["role"] != "assistant":
+                made.pop()
+            if not made:
+                raise
+            break
+        if turn is None:
+            raise ValueError(
+                f"{where}: turns must be a list of objects with strings 'role' and 'content', or 'from' and "
+                "'value'; remove the row"
+            )
+        made.append(turn)
     return made
 
 
@@ -125,7 +136,7 @@ def normalize_turn(turn: Any, where: str) -> dict[str, str] | None:
             )
         turn = {"role": role, "content": turn.get("value")}
     if turn.get("role") == "assistant" and turn.get("content", ...) is None:
-        raise NoSingleText("an answer without text, such as a call of a tool")
+        raise NoSingleText(NO_TEXT)
     if isinstance(parts := turn.get("content"), list):
         turn = {**turn, "content": joined_parts(parts)}
     well_formed = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
@@ -211,7 +222,7 @@ def load_examples(
     """
     require_cut(max_length, limit)
     examples: list[Example] = []
-    skipped = Skipped()
+    skipped, shortened = Skipped(), 0
     for number, row in read_jsonl(Path(path)):
         if limit is not None and len(examples) >= limit:
             break
@@ -236,8 +247,11 @@ def load_examples(
             skipped.add("nothing to learn within max_length")
             continue
         examples.append(example)
+        shortened += len(turns) < len(find_turns(row))
     if skipped.counts:
         logger.warning("%s: skipped rows: %s", path, skipped.counts)
+    if shortened:
+        logger.warning("%s: chats used up to %s: %d", path, NO_TEXT, shortened)
     if not examples:
         raise no_usable_row(path, skipped)
     return examples, skipped
