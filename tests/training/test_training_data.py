@@ -293,13 +293,14 @@ def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
         load_examples(path, LetterTokenizer(), 40)
 
 
-def test_rows_that_a_template_refuses_are_skipped_and_counted(tmp_path: Path) -> None:
-    """As Gemma's does for a system turn, and Mistral's for two turns of one role."""
+@pytest.mark.parametrize("refusal", [jinja2.TemplateError("not supported"), TypeError("not supported")])
+def test_rows_that_a_template_refuses_are_skipped_and_counted(tmp_path: Path, refusal: Exception) -> None:
+    """As Gemma's does for a system turn, and by mistake others for calls whose arguments are a text."""
 
     class Strict(LetterTokenizer):
         def apply_chat_template(self, turns: list[dict[str, str]], *args: Any, **kwargs: Any) -> str:
             if turns[0]["role"] == "system":
-                raise jinja2.TemplateError("System role not supported")
+                raise refusal
             return super().apply_chat_template(turns, *args, **kwargs)
 
     refused = {
@@ -309,7 +310,7 @@ def test_rows_that_a_template_refuses_are_skipped_and_counted(tmp_path: Path) ->
     path.write_text(json.dumps(refused) + "\n" + json.dumps(conversation("a", "b")) + "\n")
     examples, skipped = load_examples(path, Strict(), 90)
     assert len(examples) == 1
-    assert skipped.counts == {"the chat template refuses it (System role not supported)": 1}
+    assert skipped.counts == {"the chat template refuses it (not supported)": 1}
 
 
 def test_rows_whose_history_a_template_changes_are_skipped_and_counted(

@@ -22,7 +22,7 @@ import jinja2
 
 from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
-from eagle_fsd.text.chat import plain_text
+from eagle_fsd.text.chat import REFUSALS, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, instruction_of, is_chat, joined_parts, read_asked
 
 MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
@@ -175,7 +175,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
             before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the target's chat template is broken ({error}): fix it") from error
-        except jinja2.TemplateError as error:  # of a system turn, say, or two turns of one role
+        except REFUSALS as error:  # of a system turn, say, or two turns of one role
             raise NoSingleText(f"the chat template refuses it ({one_line(error, 80)})") from error
         if not before.startswith(rendered):
             raise NoSingleText("the chat template renders earlier turns differently")
