@@ -78,8 +78,10 @@ def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[st
     ):
         try:
             code = program(argv)
-        except SystemExit as end:  # of the parser
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        except SystemExit as end:  # of the parser, or with the line that says why
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else USAGE
+            if isinstance(end.code, str):
+                said.write(f"\n{end.code}")
         except Exception:
             time.sleep(GRACE)
             raise

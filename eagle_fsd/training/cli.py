@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
+from eagle_fsd.cli.ranks import in_silence
 from eagle_fsd.core.checks import one_line, outlive_stderr, report_interrupt, require_integer
 from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
 from eagle_fsd.drafting.eagle_config import LARGEST
@@ -28,8 +29,18 @@ def run_command(
 ) -> None:
     """Parse the arguments and do a command's work.
 
-    An error that its user can fix ends it with one line, and so does Ctrl-C.
+    An error that its user can fix ends it with one line, and so does Ctrl-C. Of several processes only rank 0
+    is heard, and another if it alone fails.
     """
+    if rank := rank_by_environment()[0]:
+        sys.exit(in_silence(lambda words: report(parser, run, words), argv, rank))
+    report(parser, run, argv)
+
+
+def report(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
+) -> int:
+    """Do a command's work, with its progress and its errors on stderr, and return 0."""
     args = parser.parse_args(argv)
     name = parser.prog.removesuffix(".py")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -45,6 +56,7 @@ def run_command(
         sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")
     except KeyboardInterrupt:
         sys.exit(report_interrupt())
+    return 0
 
 
 def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:

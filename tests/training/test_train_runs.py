@@ -189,12 +189,43 @@ def test_two_processes_share_what_one_accumulates(toy: Path) -> None:
         "--nproc_per_node",
         "2",
     ]  # accelerate's needs mpirun on CPUs
-    finish(start(command(toy, toy / "two", *features), *launch, unset="ACCELERATE_USE_CPU"))
+    said = finish(start(command(toy, toy / "two", *features), *launch, unset="ACCELERATE_USE_CPU"))
+    assert said.count("sequences, ") == 1  # not once by each process
     run_here(command(toy, toy / "one", *features, "--accumulate", "2"))
     assert losses(toy / "two") == pytest.approx(losses(toy / "one"), rel=1e-4)
     assert json.loads((toy / "two" / "provenance.json").read_text())["processes"] == 2
     with ends_in_one_line(r".*is of another run \(batches_per_step was 2, now 1\)"):
         run_here(command(toy, toy / "two", *features))
+
+
+ALONE = """
+import argparse, logging, sys
+from eagle_fsd.cli import ranks
+from eagle_fsd.training.cli import run_command
+
+def run(args):
+    logging.getLogger("x").warning("a line of the log")
+    raise ValueError("what is wrong")
+
+ranks.GRACE = 0.0  # of rank 0, which does not end this process
+run_command(argparse.ArgumentParser("train"), run, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ([], ["rank 1: train: what is wrong"]),
+        (["--no"], ["rank 1: train: error: unrecognized arguments: --no"]),
+    ],
+)
+def test_another_rank_says_no_more_than_what_is_wrong_with_it_alone(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], lines: list[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    process = start(arguments, "-c", ALONE)
+    assert process.communicate(timeout=60)[1].splitlines() == lines and process.returncode == 2
 
 
 def test_a_run_leaves_its_curves(whole: Path) -> None:
