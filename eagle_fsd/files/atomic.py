@@ -23,6 +23,7 @@ from eagle_fsd.core.checks import one_line
 
 PATIENCE = 10.0  # seconds to wait for another writer of a small file
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk, of the user's part of it, of one file
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def cache_folder() -> Path:
@@ -35,15 +36,21 @@ def cache_folder() -> Path:
 
 @contextmanager
 def name_full_disk(path: Path) -> Iterator[None]:
-    """Name a file in the error of a full disk while it is written: the system's own names none."""
+    """Name a file in the system's errors while it is written, since those of a full disk name none."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise no_room(path, error.strerror) from error
         raise
-    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors raise on a full disk
-        raise no_room(path, one_line(error, 80)) from error
+    except (RuntimeError, SafetensorError) as error:
+        system = error.__context__  # over which torch raises its own; safetensors names its number
+        numbers = [system.errno] if isinstance(system, OSError) else OS_ERROR.findall(str(error))
+        if any(int(number or 0) in FULL for number in numbers):
+            raise no_room(path, one_line(error, 80)) from error
+        if numbers:
+            raise OSError(f"{path} cannot be written ({one_line(error, 200)})") from error
+        raise
 
 
 def no_room(path: Path, reason: str) -> OSError:

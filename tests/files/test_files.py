@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 from support.tiny_models import tiny_head
 
@@ -22,6 +23,7 @@ from eagle_fsd.files.atomic import atomic_path, read_records, sole, update_recor
 from eagle_fsd.files.jsonl import append_row, read_jsonl
 from eagle_fsd.files.records import cache_file, recall, remember
 from eagle_fsd.hub import save_head
+from eagle_fsd.training.run.folder import save_atomically
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +66,9 @@ def test_threads_that_write_one_file_never_tear_it(tmp_path: Path) -> None:
 def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_atomically(path, "old")
-    with pytest.raises(OSError, match="cannot be written"), atomic_path(path) as partial:
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), atomic_path(path) as partial:
         partial.write_text("half")
-        raise RuntimeError("no space")
+        raise RuntimeError("out of memory")  # which is no word of the disk
     with pytest.raises(KeyboardInterrupt), atomic_path(path) as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
@@ -99,6 +101,9 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path: Path) -> None:
             write_atomically(text, "c" * 200)
         with pytest.raises(OSError, match=r"head cannot be written \(.*\): free some space and start again"):
             save_head(tiny_head(), head)
+        for size in (1, 10_000):  # torch meets the end of the disk here or there
+            with pytest.raises(OSError, match=r"run.pt cannot be written \(.*\): free some space and start"):
+                save_atomically({"head": torch.zeros(size)}, tmp_path / "run.pt")
     assert [row["text"][0] for _, row in read_jsonl(rows, torn=True)] == ["a"]
     assert list(tmp_path.iterdir()) == [rows]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -156,8 +157,9 @@ def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (OSError("no space left"), "no space left"),
-        (RuntimeError("unexpected pos"), r"cannot be written \(unexpected pos\): free some space"),
-        (SafetensorError("I/O error"), r"cannot be written \(I/O error\): free some space"),
+        (OSError(errno.ENOSPC, "full"), r"cannot be written \(full\): free some space"),
+        (SafetensorError("it (os error 28)"), r"cannot be written \(it \(os error 28\)\): free some space"),
+        (SafetensorError("it (os error 5)"), r"cannot be written \(it \(os error 5\)\)$"),
     ],
 )
 def test_what_is_cut_short_leaves_the_file_that_was_there(
@@ -165,8 +167,8 @@ def test_what_is_cut_short_leaves_the_file_that_was_there(
 ) -> None:
     """Writers say of a full disk what they like; the user reads one line."""
 
-    def half(_: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def half(_: object, place: Path | BinaryIO) -> None:
+        (place.write_bytes if isinstance(place, Path) else place.write)(b"half")
         raise error
 
     one = sequences(1)

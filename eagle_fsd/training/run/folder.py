@@ -61,8 +61,9 @@ def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
 
 
 def save_atomically(state: dict[str, Any], path: Path) -> None:
-    with atomic_path(path) as partial:
-        torch.save(state, partial)
+    # Python's own file says why it takes no more, and torch's does not.
+    with atomic_path(path) as partial, partial.open("wb") as file:
+        torch.save(state, file)
 
 
 def write_record(folder: Path, record: dict[str, Any], trained: bool) -> None:
