@@ -18,7 +18,7 @@ from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resol
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.runtime.ranks import rank_by_environment
 from eagle_fsd.training.data.examples import Example, check_rows, load_examples, require_cut
-from eagle_fsd.training.data.shards import finished_shards
+from eagle_fsd.training.data.shards import finished_shards, shard_counts
 
 LONGEST = 512  # tokens of a row, unless --max-length says otherwise
 TEXT_TOKENS = 256  # a text of some thousand tokens has fewer that a list lacks
@@ -144,8 +144,11 @@ def text_tokens(args: argparse.Namespace) -> int | None:
     return most or None
 
 
-def check_text(args: argparse.Namespace) -> None:
-    """Raise ValueError for mistakes about files and shards that can be found before a model is loaded."""
+def check_text(args: argparse.Namespace) -> list[int] | None:
+    """Raise ValueError for mistakes about files and shards that can be found before a model is loaded.
+
+    Returns the most sequences that each source may have, in order; None if a source is not known by then.
+    """
     files, folders = [*args.data, *args.text], getattr(args, "shards", None)
     if not (files or folders):
         options = "--data or --text" if folders is None else "--data, --text or --shards"
@@ -158,14 +161,16 @@ def check_text(args: argparse.Namespace) -> None:
             )
     require_cut(LONGEST if args.max_length is None else args.max_length, args.rows)
     names = [path.stem for path in files]
+    counts: list[int] = []
     for path, name in zip(files, names, strict=True):
         if names.count(name) > 1:
             raise ValueError(
                 f"two files are named {name!r}: each names the folder of its features; rename one"
             )
         if not path.is_fifo():  # which can be read once
-            check_rows(path, args.rows)
+            counts.append(check_rows(path, args.rows))
     check_shards(folders or ())
+    return [*counts, *shard_counts(folders or ())] if len(counts) == len(files) else None
 
 
 def check_shards(folders: Sequence[Path]) -> None:

@@ -37,7 +37,7 @@ from eagle_fsd.files.places import require_folder
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.training.batching import softmax_tokens, split_held_out, without_copies
+from eagle_fsd.training.batching import require_held_out, softmax_tokens, split_held_out, without_copies
 from eagle_fsd.training.cli import (
     TRACKERS,
     add_compute_arguments,
@@ -241,7 +241,7 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     if args.features is not None and (args.online or not (args.data or args.text)):
         other = "--online" if args.online else "--shards alone"
         raise ValueError(f"--features with {other}: no features are stored then; drop one")
-    check_text(args)
+    counts = check_text(args)
     if args.online and args.shards:
         raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
     check_training(args)
@@ -253,6 +253,8 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     if args.intermediate_size is not None:
         require_integer("intermediate_size", args.intermediate_size, 1, "change --intermediate-size")
     require_integer("held_out", args.held_out, 1, "change --held-out")
+    if counts is not None:
+        require_held_out(sum(counts), args.held_out, counts[0])
     require_integer("softmax_tokens", args.softmax_tokens, 1, "change --softmax-tokens")
     require_integer("threads", args.threads, 0, "0 leaves torch's own number")
     require_folder("--output", args.output)
