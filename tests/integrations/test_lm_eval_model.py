@@ -581,3 +581,7 @@ def test_the_command_without_lm_eval(
         runpy.run_path(str(ROOT / "eval" / "harness.py"), run_name="__main__")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("harness.py: error: lm-eval is not installed") and "eagle-fsd[harness]" in line
+    monkeypatch.setattr(sys, "argv", ["harness.py", "--help"])
+    runpy.run_path(str(ROOT / "eval" / "harness.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "--model_args threshold=0.3 --tasks gsm8k" in shown and "pip install 'eagle-fsd[harness]'" in shown

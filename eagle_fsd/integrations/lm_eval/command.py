@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from eagle_fsd.core.checks import one_line, report_interrupt
@@ -24,6 +25,13 @@ from eagle_fsd.core.checks import one_line, report_interrupt
 def main(argv: Sequence[str] | None = None) -> None:
     if argv is not None:
         sys.argv[1:] = argv  # lm-eval reads the process's own arguments
+    if not {"-h", "--help"}.isdisjoint(sys.argv):
+        sys.stdout.write(f"{__doc__}\n")  # lm-eval's own help follows
+        if find_spec("lm_eval") is None:
+            sys.stdout.write(
+                "lm-eval is not installed and shows no flags: pip install 'eagle-fsd[harness]'\n"
+            )
+            return
     try:
         import eagle_fsd.integrations.lm_eval.model  # noqa: F401  # registers the model
 
