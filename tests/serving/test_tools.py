@@ -437,6 +437,12 @@ PICK = {"type": "function", "function": {"name": "pick"}}
             "messages.0.tool_calls.0.function.arguments",
             "JSON of an object",
         ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": '[-Infinity]'}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+            "JSON of an object (-Infinity is no JSON): send it as it came",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_refused_by_name(

@@ -17,7 +17,7 @@ from pydantic import (
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.text.tool_calls import quoted
+from eagle_fsd.text.tool_calls import quoted, refuse_constant
 
 MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
@@ -175,7 +175,7 @@ class CalledFunction(Strict):
     @classmethod
     def require_object(cls, value: str) -> str:
         try:
-            found = json.loads(value) if value else {}
+            found = json.loads(value, parse_constant=refuse_constant) if value else {}
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"arguments must be the JSON of an object ({error}): send it as it came"
