@@ -122,7 +122,7 @@ def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
     who = target_identity("first", target)
     extract(target.base_model, examples, tmp_path, who)
     others = {
-        "name": target_identity("second", target),
+        "name": target_identity("second/target.dtype", target),
         "weights": target_identity("first", tiny_target(seed=3)),
         "dtype": target_identity("first", target.bfloat16()),
     }
@@ -130,8 +130,11 @@ def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
         assert other[field] != who[field]
         with pytest.raises(ValueError, match=rf"belong to another target.*target\.{field} was {who[field]}"):
             extract(target.base_model, examples, tmp_path, other)
-        with pytest.raises(ValueError, match=rf"another target .*target\.{field} was .* extract them with"):
+        with pytest.raises(
+            ValueError, match=rf"another target .*target\.{field} was .* extract them with"
+        ) as one:
             StoredFeatures([tmp_path], other)
+        assert ("--extract-dtype" in str(one.value)) == (field == "dtype")
 
 
 def test_a_target_tuned_in_one_weight_is_another() -> None:

@@ -180,8 +180,8 @@ def require_own_folder(
         if changed := differences(known, manifest):
             raise ValueError(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
-                f"remove the folder or name another{dtype_remedy(changed)}"
-                f"{taps_remedy(changed, folder, known.get('taps'), taps)}"
+                f"remove the folder or name another{dtype_remedy(known['target'], target)}"
+                f"{taps_remedy(folder, known, manifest)}"
             )
     elif orphans:
         raise ValueError(

@@ -111,16 +111,18 @@ class StoredFeatures:
         ]
 
 
-def dtype_remedy(changed: str) -> str:
-    """Return what else helps where what has changed of the target is its dtype."""
-    return ", or name their dtype with --extract-dtype" if "target.dtype" in changed else ""
+def dtype_remedy(known: Any, wanted: Mapping[str, str]) -> str:
+    """Return what else helps where the targets of some features and of this run differ in their dtype."""
+    same = isinstance(known, Mapping) and known.get("dtype") == wanted.get("dtype")
+    return "" if same else ", or name their dtype with --extract-dtype"
 
 
-def taps_remedy(changed: str, folder: Path, held: Sequence[int] | None, wanted: Sequence[int]) -> str:
-    """Return what else helps where nothing but the taps of a folder's features has changed."""
-    if changed != f"taps was {held}, now {list(wanted) or None}":
+def taps_remedy(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Return what else helps where two manifests of a folder differ in nothing but the taps."""
+    if {**known, "taps": None} != {**wanted, "taps": None}:
         return ""
-    if held and not wanted:
+    held = known.get("taps")
+    if held and not wanted.get("taps"):
         return f", or read them with --shards {folder}: EAGLE-1/2 heads learn from them too"
     return "" if held else "; an EAGLE-3 head needs the taps, which these lack"
 
@@ -140,7 +142,7 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
     if changed := differences({"target": known}, {"target": target}):
         raise ValueError(
             f"features in {folder} belong to another target ({changed}); extract them with this one"
-            f"{dtype_remedy(changed)}"
+            f"{dtype_remedy(known, target)}"
         )
     if taps and (held := manifest.get("taps")) != list(taps):
         raise ValueError(
