@@ -217,12 +217,13 @@ def save_eagle3_head(
     layout: str = EAGLE,
     dtype: torch.dtype | None = None,
     target: str = "",
+    extra: Mapping[str, Any] | None = None,
     written: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write an EAGLE-3 head in one of export.LAYOUTS and return the folder; see save_head for how.
 
-    target_layers: of the target. dtype: of the weights. target: its name, for speculators files. written: see
-    save_head.
+    target_layers: of the target. dtype: of the weights. target: its name, for speculators files. extra,
+    written: see save_head.
     """
     tensors = {
         key: (value.to(dtype) if value.is_floating_point() else value).contiguous()
@@ -230,4 +231,4 @@ def save_eagle3_head(
     }
     config = exported_config(head.config, layout, target_layers, target)
     config["torch_dtype"] = str(tensors["norm.weight"].dtype).removeprefix("torch.")
-    return write_head(Path(folder), config, tensors, written=written)
+    return write_head(Path(folder), config | dict(extra or {}), tensors, written=written)

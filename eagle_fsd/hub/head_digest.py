@@ -1,14 +1,22 @@
-"""Digests of a head's files, by which it is known whatever its folder is called and however it is loaded."""
+"""Digests by which a head and its target are known, whatever they are called and however they are loaded."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+
+import torch
 
 from eagle_fsd.files.fingerprints import digest_json, digest_tensors
 from eagle_fsd.files.tensor_files import read_tensors
 from eagle_fsd.hub.head_checkpoint import TEXT_FIELD, VOCABULARY_NAME, read_config
+from eagle_fsd.hub.resolve import HeadSource
+from eagle_fsd.hub.target_loader import TargetSource
+from eagle_fsd.target.model import TargetModel
 
 WEIGHTS, VOCABULARY = "weights", "draft_vocabulary"
+TRAINED_FOR = "target_weights"  # in a head's config.json: the digest of the target that it was trained for
+logger = logging.getLogger(__name__)
 
 
 def head_digests(file: Path) -> dict[str, str | int | None]:
@@ -29,3 +37,25 @@ def head_digests(file: Path) -> dict[str, str | int | None]:
 def digest_file(path: Path) -> str:
     """Return a digest of a file's tensors: of their names, dtypes, shapes and values."""
     return digest_json({name: digest_tensors([tensor]) for name, tensor in read_tensors(path).items()})
+
+
+def target_digest(source: TargetSource, target: TargetModel) -> str | None:
+    """Return the digest of a target's weights; None where these are not those of its own plain files.
+
+    A GGUF file, quantisation and float16 round them, and the same target has another digest.
+    """
+    rounded = source.gguf_file is not None or target.dtype not in (torch.float32, torch.bfloat16)
+    if rounded or getattr(target.held.config, "quantization_config", None) is not None:
+        return None
+    return target.identity("")["weights"]
+
+
+def warn_of_other_target(head: HeadSource, source: TargetSource, target: TargetModel) -> None:
+    """Log a warning if a head names a target of other weights than these; it drafts for them all the same."""
+    named = read_config(head.folder, "draft head").get(TRAINED_FOR)
+    if named is not None and target_digest(source, target) not in (None, named):
+        logger.warning(
+            "draft head %s was trained for a target with other weights than those of %s: it may draft worse",
+            head.name,
+            source.name,
+        )

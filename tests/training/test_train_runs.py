@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from support.training_world import ends_in_one_line, losses
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eagle_fsd import EagleFSD
 from eagle_fsd.training.cli import require_tracker
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.run.curves import CURVES
@@ -269,3 +271,35 @@ def test_the_log_is_json_without_holes(whole: Path) -> None:
     assert measured == [step for step in steps if step % 20 == 0]
     if sys.platform == "linux":
         assert all(10**8 < record["memory"] < 10**11 for record in records if "memory" in record)
+
+
+@pytest.mark.parametrize("kind", ["", "--eagle3 --taps 1,2", "--eagle3 --taps 1,2 --layout speculators"])
+def test_a_head_of_another_target_of_the_same_sizes_is_named(
+    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """By the targets' weights: a copy in another folder, or in another dtype, is the same target."""
+    head = tmp_path / "head"
+    words = command(toy, tmp_path / "run", "--epochs", "1", "--online", "--export", str(head), *kind.split())
+    run_here([word for word in words if word not in ("--noise", "0.1")])  # EAGLE-3 heads learn without
+    copy, other, half = (
+        shutil.copytree(toy / "target", tmp_path / name) for name in ("copy", "other", "half")
+    )
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(other))
+    model.save_pretrained(other)
+    model.half().save_pretrained(half)
+    caplog.clear()
+    for target, dtype in ((copy, "float32"), (copy, "bfloat16"), (half, "float16")):  # the last: rounded
+        EagleFSD.from_pretrained(str(target), str(head), runtime="torch", dtype=dtype)
+    assert "trained for" not in caplog.text
+    EagleFSD.from_pretrained(str(other), str(head), runtime="torch", dtype="float32")
+    (line,) = [line for line in caplog.messages if "trained for" in line]
+    assert line.startswith(
+        f"draft head {head} was trained for a target with other weights than those of {other}:"
+    )
+    config = json.loads((head / "config.json").read_text())
+    del config["target_weights"]  # as heads of others and of earlier versions
+    (head / "config.json").write_text(json.dumps(config))
+    caplog.clear()
+    EagleFSD.from_pretrained(str(other), str(head), runtime="torch", dtype="float32")
+    assert "trained for" not in caplog.text

@@ -15,6 +15,7 @@ from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime
+from eagle_fsd.hub.head_digest import warn_of_other_target
 from eagle_fsd.hub.loading.draft_models import errors_of_draft_model, load_draft_model, spec_of_layers
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.target import load_planned, pack_for
@@ -84,6 +85,8 @@ def load_pair(
     if sources.head is None:
         return pair
     head = load_head(sources.head, target, options, head_dtype)
+    if not ranks.several and options.device_map is None:  # else its weights are not all at hand
+        warn_of_other_target(sources.head, sources.target, target)
     lookup = options.lookup
     if lookup is None:  # where it was measured to pay, and on no other pair
         lookup = target.device.type == "cpu" and is_shipped_head(sources.head.folder)

@@ -35,6 +35,7 @@ from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
+from eagle_fsd.hub.head_digest import TRAINED_FOR, target_digest
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import require_held_out, softmax_tokens, split_held_out, without_copies
@@ -216,7 +217,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
-    held_out, layers = data.read(held), target.config.num_hidden_layers
+    held_out, layers, digest = data.read(held), target.config.num_hidden_layers, target_digest(source, target)
     del model, target
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flatten(trainer.identity["config"]))
@@ -226,6 +227,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         plot_curves(args.output)
         record = {
             "base_model": source.name,
+            TRAINED_FOR: digest,
             "sequences": len(train),
             "tokens": tokens,
             "learned_tokens": learned,

@@ -31,7 +31,7 @@ from eagle_fsd.hub.head_checkpoint import (
     VOCABULARY_NAME,
     find_head_file,
 )
-from eagle_fsd.hub.head_digest import head_digests
+from eagle_fsd.hub.head_digest import TRAINED_FOR, head_digests
 from eagle_fsd.training.cli import text_tokens
 from eagle_fsd.training.run.folder import BEST, fixed_part, read_checkpoint, write_record
 from eagle_fsd.training.trainer import Trainer
@@ -68,13 +68,14 @@ def finish(
     if args.export and not trainer.stop:
         require_export(args.export, args.output, trainer.identity)  # somebody may have come first
         trainer.head.load_state_dict(best["head"])
+        extra = {TRAINED_FOR: record[TRAINED_FOR]} if record[TRAINED_FOR] else {}
         note = functools.partial(note_export, args.output, run, args.export, best["step"])
         if isinstance(trainer.head, Eagle3Head):
-            names = (layers, args.layout, torch.float16, args.base_model)
+            names = (layers, args.layout, torch.float16, args.base_model, extra)
             hub.save_eagle3_head(trainer.head, args.export, *names, written=note)
         else:
             restricted = trainer.head.restrict(drafted, text_tokens(args))
-            hub.save_head(restricted, args.export, dtype=torch.float16, written=note)
+            hub.save_head(restricted, args.export, extra, torch.float16, written=note)
         logger.info("exported step %d to %s", best["step"], args.export)
     elif not trainer.stop:
         target = "" if args.base_model == hub.DEFAULT_TARGET else f"--base-model {quote(args.base_model)} "
