@@ -47,6 +47,8 @@ def answers(engine: EagleFSD) -> dict[str, Any]:
         made = engine.generate(pad_right(prompts, 0), mask, **options)
         counts = [[row.steps, row.new_tokens, row.finish_reason] for row in made.stats]
         found[name] = [made.new_tokens, counts]
+    texts = engine.generate_many(prompts_of((5, 9, 2, 7)), tree=TREE, max_new_tokens=8, seed=2, batch_size=2)
+    found["many"] = {text.number: text.new_tokens for text in texts}
     found["alone"] = engine.target_alone(pad_right(prompts, 0)[:1], max_new_tokens=NEW_TOKENS).new_tokens
     return found
 
