@@ -11,7 +11,7 @@ IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
 DATASETS = "datasets>=4.4.2"  # older ones were made for huggingface-hub below 1
 SERVER = ("fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.20")
 FORMS = "llguidance>=1.9"  # of texts: JSON schemas, regular expressions, grammars
-PLOTS = ("matplotlib>=3.7", "tqdm>=4.66.3")  # and progress bars
+PLOTS = "matplotlib>=3.7"
 HEAD = "smollm2-135m-instruct"  # the default one; others of weights/ are in checkouts only
 
 setup(
@@ -44,11 +44,12 @@ setup(
         "gguf>=0.17.1",
         "accelerate>=1.1",
         "filelock>=3.14",  # huggingface-hub's own; a training run holds its folder with it
+        "tqdm>=4.66.3",  # huggingface-hub's own; progress bars
     ],
     extras_require={
-        "train": [DATASETS, *PLOTS],
-        "eval": [DATASETS, *PLOTS, IFEVAL],
-        "harness": ["lm-eval>=0.4.12", "tqdm>=4.66.3"],
+        "train": [DATASETS, PLOTS],
+        "eval": [DATASETS, PLOTS, IFEVAL],
+        "harness": ["lm-eval>=0.4.12"],
         # eval/speed.py's method llama.cpp. It compiles from source, so no other extra includes it.
         "peers": ["llama-cpp-python>=0.3.36"],
         "openvino": ["openvino>=2026.4"],
@@ -63,7 +64,7 @@ setup(
         "dev": [
             "openvino>=2026.4",
             *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),
-            *(*PLOTS, IFEVAL),
+            *(PLOTS, IFEVAL),
             *(*SERVER, FORMS, "httpx>=0.27", "openai>=2"),
         ],
     },

@@ -132,7 +132,7 @@ def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> 
     if wing_of(path) in {"training", "evaluation", "integrations"}:
         return
     required = {"torch", "transformers", "safetensors", "huggingface_hub", "gguf", "accelerate", "jinja2"}
-    required |= {"numpy", "filelock"}
+    required |= {"numpy", "filelock", "tqdm"}
     if path.stem == "flash_attention":  # which goes without where it is not installed
         required.add("flash_attn")
     if "openvino" in path.parts:  # which is loaded where it is installed and asked for

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from eagle_fsd.cli.flags.server import api_key
 from eagle_fsd.cli.mistakes import raise_user_errors
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.serve import api_key, build_parser, check_arguments, load, require_packages
+from eagle_fsd.serve import build_parser, check_arguments, load, require_packages
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -21,6 +21,7 @@ from support.serving import running, settings, until
 from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy, serve
+from eagle_fsd.cli.flags import server
 from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
@@ -77,7 +78,9 @@ def test_the_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_every_field_and_route_and_limit_is_described() -> None:
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-    flags = re.findall(r'"(--max-[a-z-]+|--request-timeout|--cors-origin)"', Path(serve.__file__).read_text())
+    limits = r'"(--max-[a-z-]+|--request-timeout|--cors-origin)"'
+    flags = set(re.findall(limits, Path(server.__file__).read_text()))
+    assert len(flags) == 6
     routes = [route.path for route in create_app(tiny_engine(), settings()).routes if ":" not in route.path]
     assert [name for name in (*fields, *routes, *flags) if f"{name}" not in PAGE] == []
 
@@ -90,6 +93,13 @@ def test_the_help_lists_no_flag_that_is_always_refused() -> None:
     shown = serve.build_parser().format_help()
     assert "--temperature" in shown and "--stop" in shown
     assert not any(flag in shown for flag in ("--seed", "--json-schema", "--regex"))
+
+
+def test_the_servers_own_flags_are_checked_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that compile graphs would be waited for, even at the end of a mistake."""
+    monkeypatch.setattr(serve, "begin_early", lambda args: pytest.fail("it began"))
+    for flag in ("--port=-1", "--max-rows=0", "--cache-tokens=1", "--max-body=1", "--api-key= ", "--seed=1"):
+        assert serve.main([flag]) == 2
 
 
 def test_mistakes_end_in_one_line(
@@ -121,13 +131,13 @@ def test_a_key_that_nobody_can_send_does_not_open_the_server(
     parse = serve.build_parser().parse_args
     for name, flags, variable in (
         ("--api-key", ["--api-key", key], "secret"),
-        (serve.KEY_VARIABLE, [], key),
+        (server.KEY_VARIABLE, [], key),
     ):
-        monkeypatch.setenv(serve.KEY_VARIABLE, variable)
+        monkeypatch.setenv(server.KEY_VARIABLE, variable)
         with pytest.raises(ValueError, match=f"^{name} (is|has) .*(drop it|take them out)") as found:
             serve.check_arguments(parse(flags))
         assert "secret" not in str(found.value)
-    assert serve.api_key(parse(["--api-key", "other"])) == "other"  # the variable is not read then
+    assert server.api_key(parse(["--api-key", "other"])) == "other"  # the variable is not read then
 
 
 @pytest.mark.parametrize(
@@ -148,7 +158,7 @@ def test_the_program_serves_until_it_is_told_to_end(
     monkeypatch.setattr(uvicorn.Server, "run", noted)
     monkeypatch.setattr(serve, "load_model", lambda args: tiny_engine())
     if key is not None:
-        monkeypatch.setenv(serve.KEY_VARIABLE, key)
+        monkeypatch.setenv(server.KEY_VARIABLE, key)
     flags = [
         "--host",
         host,
