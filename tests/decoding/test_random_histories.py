@@ -154,6 +154,19 @@ class Walk:
         made = [[token for step in rows for token in step[row]] for row in range(len(call.prompts))]
         self.require_all(call, made, started.stats)
 
+    def many(self) -> None:
+        """Answer a call's prompts some at a time; now and then end them early."""
+        call, last = self.call(), self.draw.choice([0, 1, 3, 9, 1000])
+        texts = self.engine.generate_many(
+            call.prompts, batch_size=self.draw.choice([1, 2, 3]), seed=call.streams, **call.options
+        )
+        found = []
+        while texts.busy:
+            found += texts.step() if last else texts.end()
+            last -= 1
+        for text in found:
+            self.require(call, text.number, text.new_tokens, text.stats, call.options["tree"])
+
     def fail(self) -> None:
         """Raise an exception in some part of a call, once it has done its work there."""
         call, number = self.call(), self.draw.choice([1, 2, 4])
@@ -221,7 +234,7 @@ def run_history(seed: int, runtime: str, operations: int, monkeypatch: pytest.Mo
     for owner, name, values in SIZES:
         monkeypatch.setattr(owner, name, draw.choice(values))
     walk, before = Walk(draw, runtime), caches()
-    ways = [walk.generate, walk.generate, walk.interleave, walk.fail, walk.threads, walk.admit, walk.admit]
+    ways = [walk.generate, walk.many, walk.interleave, walk.fail, walk.threads, walk.admit, walk.admit]
     ways += [walk.steps, walk.drain, walk.retire, walk.engine.free_memory]
     done: list[str] = []
     try:
