@@ -21,6 +21,7 @@ from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
+from eagle_fsd.hub.loading.gguf_on_disk import unpacking
 from eagle_fsd.hub.loading.gguf_once import gguf_read_once
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
@@ -114,7 +115,7 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
         if (loaded := load_kept(source, folder, settings)) is not None:
             return loaded
     show_progress(f"converting {source.gguf_file} ...")
-    with gguf_read_once():
+    with gguf_read_once(), unpacking(source.folder / source.gguf_file, origin is not None):
         loaded = load_files(source, settings)
     # With a device_map some weights may be offloaded, so they cannot be saved from here.
     if origin is not None and settings.device_map is None and (folder := keep_converted(origin, *loaded)):

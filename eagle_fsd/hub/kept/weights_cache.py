@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER, RECORD = "weights", "source.json"
 VERSION = 1  # of the folders
-MOST = 16 * 2**30  # bytes of all folders together; the least recently used go first
+MOST = (
+    16 * 2**30
+)  # bytes of all folders together, unless the latest alone has more; the least recently used go
 SETTLED = 2 * 10**9  # nanoseconds after which a file's times show a change: some systems count whole seconds
 
 READ_ERRORS = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
@@ -120,10 +122,6 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
     try:
         folder = root_folder() / origin.digest
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if size > MOST:
-            raise OSError(
-                f"{format_gigabytes(size)} are more than the cache's limit of {format_gigabytes(MOST)}"
-            )
         if 2 * size > (free := shutil.disk_usage(folder.parent).free):
             raise OSError(
                 f"{format_gigabytes(size)} are more than half of the disk's free {format_gigabytes(free)}"
