@@ -21,8 +21,8 @@ from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
-from eagle_fsd.hub.loading.gguf_on_disk import unpacking
-from eagle_fsd.hub.loading.gguf_once import gguf_read_once
+from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quantization, gguf_read_once
+from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
 from eagle_fsd.runtime.ranks import ALONE, Ranks, rank_by_environment
@@ -69,6 +69,11 @@ class LoadSettings:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     ranks: Ranks = ALONE
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all of it is on the CPU of one process."""
+        return self.device.type == "cpu" and self.device_map is None and not self.ranks.several
 
 
 Loaded = tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase | None"]
@@ -149,7 +154,9 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
         check_plausible(config, source.folder, source.name)
     if settings.ranks.several:
         check_split(config, settings.ranks.size, source.name)
-    with one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None):
+    widens = source.gguf_file is None and settings.on_cpu and settings.dtype == torch.float32
+    place = widening(source.folder) if widens else contextlib.nullcontext()
+    with one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None), place:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
@@ -287,28 +294,6 @@ def check_whole(report: dict[str, Any], name: str) -> None:
         raise ValueError(
             f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
         )
-
-
-def dequantize_options() -> dict[str, Any]:
-    """Return the options that unpack GGUF weights to plain floats.
-
-    If certain kernels are installed, newer releases of transformers keep the weights packed, with an
-    attention that takes no masks. Older releases always unpack.
-    """
-    made = getattr(transformers, "GgufConfig", None)
-    return {"quantization_config": made(dequantize=True)} if made else {}
-
-
-def forget_quantization(model: transformers.PreTrainedModel) -> None:
-    """Remove the quantization marks from a model whose GGUF weights are now plain floats.
-
-    save_pretrained refuses a model with these marks.
-    """
-    marks = ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method"))
-    for holder, name in marks:
-        if hasattr(holder, name):
-            delattr(holder, name)
-    model.is_quantized = False
 
 
 @contextlib.contextmanager

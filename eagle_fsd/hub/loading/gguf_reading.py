@@ -1,7 +1,8 @@
-"""Let transformers read the header of a .gguf file once while it loads a target from it.
+"""How transformers reads a .gguf file here: its header once, and its weights as plain floats.
 
-It reads the header for the config, for the weights and for the tokenizer, a string at a time, and makes the
-table of all tensor names once for each module of the model. That is most of the time that a conversion takes.
+By itself it reads the header for the config, for the weights and for the tokenizer, a string at a time, and
+makes the table of all tensor names once for each module of the model. That is most of the time that a
+conversion takes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import transformers
 
 _lock = threading.Lock()
 _inside = 0  # how many blocks are entered
@@ -63,3 +66,25 @@ def of_unchanged_file(read: Callable[..., Any]) -> Callable[..., Any]:
         return once(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns), *given, **options)
 
     return reader
+
+
+def dequantize_options() -> dict[str, Any]:
+    """Return the options that unpack GGUF weights to plain floats.
+
+    If certain kernels are installed, newer releases of transformers keep the weights packed, with an
+    attention that takes no masks. Older releases always unpack.
+    """
+    made = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": made(dequantize=True)} if made else {}
+
+
+def forget_quantization(model: transformers.PreTrainedModel) -> None:
+    """Remove the quantization marks from a model whose GGUF weights are now plain floats.
+
+    save_pretrained refuses a model with these marks.
+    """
+    marks = ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method"))
+    for holder, name in marks:
+        if hasattr(holder, name):
+            delattr(holder, name)
+    model.is_quantized = False

@@ -1,9 +1,10 @@
-"""A large .gguf file is unpacked on disk: the same weights, without their memory, and never an error."""
+"""A large target's float32 weights are made on disk: the same ones, and never an error."""
 
 from __future__ import annotations
 
 import errno
 import io
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from support.tiny_gguf import tiny_weights, write_gguf
+from support.tiny_models import tiny_model
 
 from eagle_fsd import hub
 from eagle_fsd.files.kept_folders import OFF
-from eagle_fsd.hub.loading import gguf_on_disk
-from eagle_fsd.hub.loading.gguf_on_disk import DiskArrays, unpacked_on_disk, unpacking
+from eagle_fsd.hub.loading import weights_on_disk
+from eagle_fsd.hub.loading.weights_on_disk import DiskArrays, unpacked_on_disk, unpacking
 
 gguf = pytest.importorskip("gguf")
 
@@ -45,8 +47,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return copied
 
     monkeypatch.setattr(DiskArrays, "copy", counting)
-    monkeypatch.setattr(gguf_on_disk, "SMALL", 0)
-    monkeypatch.setattr(gguf_on_disk, "SHARE", 2**60)
+    monkeypatch.setattr(weights_on_disk, "SMALL", 0)
+    monkeypatch.setattr(weights_on_disk, "SHARE", 2**60)
     return made
 
 
@@ -68,7 +70,7 @@ def test_the_weights_are_the_same(
     assert len(copies) > 5  # the first time alone
     count = len(copies)
     assert not list(cache.glob(".unpacked-*")) and not list(cache.glob("*/.unpacked-*"))
-    monkeypatch.setattr(gguf_on_disk, "SHARE", 1)
+    monkeypatch.setattr(weights_on_disk, "SHARE", 1)
     expected = weights_of(file, dtype=dtype, weights_cache=False)
     assert len(copies) == count and same(found, expected) and same(again, expected)
 
@@ -94,7 +96,7 @@ def test_where_nothing_may_be_kept_or_little_is_needed_memory_serves(
     monkeypatch.setenv(OFF, "1")
     weights_of(file)
     monkeypatch.delenv(OFF)
-    monkeypatch.setattr(gguf_on_disk, "machine_memory", lambda: None)
+    monkeypatch.setattr(weights_on_disk, "machine_memory", lambda: None)
     weights_of(file)
     assert copies == []
 
@@ -130,3 +132,41 @@ def test_what_numpy_does_between_is_not_changed(tmp_path: Path, copies: list[int
         _ = 1 / 0
     assert gguf.dequantize is before
     assert (other == wanted).all()  # the file is there as long as a copy of it
+
+
+# --- a checkpoint in 16 bits ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
+def test_float32_of_16_bits_is_the_same(
+    tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, family: str
+) -> None:
+    model = tiny_model(family).to(dtype)
+    model.save_pretrained(tmp_path / family)
+    found = weights_of(tmp_path / family, dtype="float32")
+    assert len(copies) > 5 and os.environ.get(weights_on_disk.ALONE) is None
+    monkeypatch.setattr(weights_on_disk, "SHARE", 1)
+    count = len(copies)
+    assert same(found, weights_of(tmp_path / family, dtype="float32")) and len(copies) == count
+    monkeypatch.setattr(weights_on_disk, "SHARE", 2**60)
+    weights_of(tmp_path / family, dtype="bfloat16")
+    assert len(copies) == count  # nothing is widened
+
+
+def test_a_full_disk_is_no_error_for_a_checkpoint(
+    tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    expected = weights_of(tmp_path / "llama", dtype="float32")
+    monkeypatch.setattr(DiskArrays, "copy", raises(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setenv(weights_on_disk.ALONE, "0")
+    assert same(weights_of(tmp_path / "llama", dtype="float32"), expected)
+    assert os.environ[weights_on_disk.ALONE] == "0"
+
+
+def raises(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail

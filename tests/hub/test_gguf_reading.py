@@ -10,7 +10,7 @@ import pytest
 from support.tiny_gguf import tiny_weights, write_gguf
 
 from eagle_fsd import hub
-from eagle_fsd.hub.loading.gguf_once import gguf_read_once
+from eagle_fsd.hub.loading.gguf_reading import gguf_read_once
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
