@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 import transformers
 from support.drafters import feed
+from support.eagle3 import eagle3_head, save_eagle3
 from support.tiny_models import (
     FAMILIES,
     VOCAB,
@@ -33,8 +35,10 @@ from support.tiny_models import (
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.randomness.streams import fresh_seed
+from eagle_fsd.files.kept_folders import OFF
 from eagle_fsd.hub import save_head
 from eagle_fsd.runtime.matmul_backends import backend_for
+from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.packed_linear import PackedLinear
 from eagle_fsd.target.model import TargetModel
 
@@ -555,30 +559,76 @@ def test_torchs_manual_seed_rules_a_call_without_a_seed() -> None:
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_texts_do_not_follow_torchs_default_dtype(default: torch.dtype) -> None:
-    ids, mask = padded("left")
-    settings = {"max_new_tokens": 12, "seed": 3, "rule": Fuzzy(0.5)}
-    wanted = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
+@contextlib.contextmanager
+def torch_default(value: torch.dtype | str) -> Iterator[None]:
+    """Let torch make tensors in this dtype, or on this device, inside the block, where it is not told."""
     try:
-        torch.set_default_dtype(default)
-        made = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert made == wanted
-
-
-def test_texts_do_not_follow_torchs_default_device() -> None:
-    """On "meta" there is no data, so that one tensor made there would end the call."""
-    ids, mask = (part.tolist() for part in padded("left"))
-    settings = {"max_new_tokens": 12, "seed": 3, "rule": Fuzzy(0.5)}
-    wanted = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
-    try:
-        torch.set_default_device("meta")
-        made = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
+        torch.set_default_device(value) if isinstance(value, str) else torch.set_default_dtype(value)
+        yield
     finally:
         torch.set_default_device(None)
-    assert made == wanted
+        torch.set_default_dtype(torch.float32)
+
+
+@functools.cache
+def heads() -> list[tuple[Any, bool]]:
+    """Return heads, and whether drafts are looked up beside."""
+    return [(tiny_head(), True), (eagle3_head(2), False), (None, True)]
+
+
+def texts_of_drafters(runtime: str) -> list[list[list[int]]]:
+    """Return texts with several drafters on a runtime, whose target is admitted anew."""
+    graphs = OpenVINO("float32") if runtime == "openvino" else None
+    target = TargetModel(engine().target.model, runtime=graphs)
+    ids, mask = (part[:2].tolist() for part in padded("left"))
+    settings = {"max_new_tokens": 10, "seed": 3, "rule": Fuzzy(0.5), "tree": TREE}
+    return [
+        EagleFSD(target, head, lookup=lookup).generate(ids, mask, temperature=t, **settings).new_tokens
+        for head, lookup in heads()
+        for t in (0.0, 1.0)
+    ]
+
+
+wanted_texts = functools.cache(texts_of_drafters)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "default"),
+    [
+        ("torch", torch.bfloat16),
+        ("torch", torch.float64),
+        ("torch", "meta"),  # where there is no data, so that one tensor made there would end the call
+        ("openvino", torch.bfloat16),
+        pytest.param("openvino", torch.float64, marks=pytest.mark.slow),
+        ("openvino", "meta"),
+    ],
+)
+def test_texts_do_not_follow_torchs_defaults(
+    runtime: str, default: torch.dtype | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are made, a target is admitted and texts are drafted under the default."""
+    if runtime == "openvino":
+        pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    monkeypatch.setenv(OFF, "1")  # graphs that are kept would not be made and tested again
+    wanted = wanted_texts(runtime)
+    with torch_default(default):
+        assert texts_of_drafters(runtime) == wanted
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, "meta"])
+def test_models_are_loaded_without_torchs_defaults(default: torch.dtype | str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    save_head(tiny_head(), tmp_path / "head")
+    save_eagle3(eagle3_head(2), tmp_path / "eagle3")
+    with torch_default(default):
+        loaded = [
+            EagleFSD.from_pretrained(tmp_path / "target", tmp_path / name, dtype="float32", device="cpu")
+            for name in ("head", "eagle3")
+        ]
+        made = [one.generate([PROMPTS[0]], max_new_tokens=NEW_TOKENS).new_tokens for one in loaded]
+    assert made == [texts()[:1]] * 2
+    found, wanted = loaded[0].head.state_dict(), tiny_head().state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
 # --- what belongs to somebody else ---

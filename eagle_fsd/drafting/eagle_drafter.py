@@ -260,9 +260,9 @@ def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network
 
         return head(*inputs, attend), new
 
-    rows = torch.zeros(1, 3, head.config.hidden_size)
+    rows = torch.zeros(1, 3, head.config.hidden_size, dtype=torch.float32, device="cpu")
     members = [(head.config.num_key_value_heads, head.config.head_dim)] * 2
-    layout = Layout((rows, rows, torch.arange(3)[None]), 1, members)
+    layout = Layout((rows, rows, torch.arange(3, device="cpu")[None]), 1, members)
     return runtime.network("head", head, work, layout, asdict(head.config), kept)
 
 

@@ -160,8 +160,8 @@ def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], fl
     for name, target in targets.items():
         session = TargetSession(target, 1, CONTEXT + max(NODES))
         length = min(CONTEXT, target.max_positions - max(NODES))
-        session.prefill(torch.zeros(1, length, dtype=torch.int64), [length])
-        root = torch.zeros(1, dtype=torch.int64)
+        session.prefill(torch.zeros(1, length, dtype=torch.int64, device="cpu"), [length])
+        root = torch.zeros(1, dtype=torch.int64, device="cpu")
         for nodes in NODES:
             tree = root_only(root, target.vocab_size, nodes).filled_up()
             # In a session all trees have one size, so the change of sizes between two calls is not timed.

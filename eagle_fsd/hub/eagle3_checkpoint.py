@@ -201,7 +201,7 @@ def drafted_tokens(maps: Mapping[str, Tensor], config: Eagle3Config) -> Tensor |
         )
     if d2t.shape != (count,) or d2t.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{D2T} is {list(d2t.shape)} {d2t.dtype}: it must be [{count}], integers; {WHOLE}")
-    tokens = d2t.long() + torch.arange(count)
+    tokens = d2t.long() + torch.arange(count, device=d2t.device)
     rule = "draft token i is the target's token i + d2t[i]"
     if count and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab or bool((tokens.diff() <= 0).any())):
         raise ValueError(f"{D2T} is broken: {rule}, and these must ascend within 0..{vocab - 1}; {WHOLE}")

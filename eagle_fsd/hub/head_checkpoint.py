@@ -182,7 +182,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
         ) from error
     check_tensors(tensors, expected, name)
     tensors.pop(EMBEDDING_KEY, None)
-    head = DraftHead(replace(config, draft_vocab_size=None))
+    head = DraftHead(replace(config, draft_vocab_size=None)).to_empty(device="cpu").float()
     head.load_state_dict(tensors, strict=True)
     drafted = None
     if config.draft_vocab_size is not None:

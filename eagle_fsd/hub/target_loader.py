@@ -156,7 +156,9 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
         check_split(config, settings.ranks.size, source.name)
     widens = source.gguf_file is None and settings.on_cpu and settings.dtype == torch.float32
     place = widening(source.folder) if widens else contextlib.nullcontext()
-    with one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None), place:
+    bars = hide_loading_bars(source.gguf_file is not None)
+    # transformers would load to torch's default device, which is nobody's choice here.
+    with torch.device("cpu"), one_line_errors(source.name), bars, place:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,

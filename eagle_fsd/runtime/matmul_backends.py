@@ -163,7 +163,7 @@ def time_products(
     """Return the seconds that all these products take together, one for each number of rows."""
 
     def call(count: int) -> Call:
-        inputs = [torch.ones(count, weight.shape[1], dtype=weight.dtype) for weight in weights]
+        inputs = [weight.new_ones(count, weight.shape[1]) for weight in weights]
 
         def run() -> None:
             for product, x in zip(multiply, inputs, strict=True):

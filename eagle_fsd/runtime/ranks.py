@@ -84,7 +84,7 @@ class Ranks:
         if not self.several:
             return
         mine = [zlib.crc32(what.encode()), *numbers]
-        sent = torch.tensor([*mine, *[0] * (NUMBERS - len(mine))])
+        sent = torch.tensor([*mine, *[0] * (NUMBERS - len(mine))], device="cpu")
         found = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(found, sent, group=self.control)
         for rank, theirs in enumerate(found):

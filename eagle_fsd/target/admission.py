@@ -147,7 +147,8 @@ def trace_and_test(target: Candidate, runtime: OpenVINO, paged: bool, taps: Sequ
     """Trace graphs for a target that has none, and test them unless kept ones passed the test here before."""
     cache = KVCache(1, 2, target.device, EAGER.view)  # one token in it tells its layers and their sizes
     cache.reserve(1)
-    token, visible = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.bool)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    visible = token.new_ones(1, 1, 1, dtype=torch.bool)
     target.features(token, cache.place(1), visible, token, cache)
     target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, paged, taps)
     if not target.graphs.was_admitted():

@@ -310,7 +310,8 @@ def layout_of(
     embeddings: nn.Module, kinds: Sequence[str], members: Sequence[Sequence[int]], paged: bool
 ) -> Layout:
     """Return the layout of a decoder that takes embeddings and positions."""
-    examples = embeddings(torch.zeros(1, 3, dtype=torch.int64)), torch.arange(3)[None]
+    positions = torch.arange(3, device="cpu")[None]
+    examples = embeddings(torch.zeros_like(positions)), positions
     return Layout(examples, len(kinds), [(heads, width) for heads, width in members], paged)
 
 

@@ -126,5 +126,6 @@ class RowRandom:
             stream.noise.places(first[row], count, size) if rows[row] else none
             for row, stream in enumerate(self._rows)
         ]
-        noise = torch.stack([vector for row in vectors for vector in row]) if vectors else torch.zeros(0)
+        flat = [vector for row in vectors for vector in row]
+        noise = torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float32, device="cpu")
         return noise.view(len(rows), count, size)

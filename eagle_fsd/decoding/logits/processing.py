@@ -132,9 +132,10 @@ class TextProcessor:
                 columns.setdefault(token, len(columns))
         places = [(node, columns[token]) for node, path in enumerate(paths) for token in path]
         added = torch.tensor(places, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
-        counts = torch.zeros(len(paths), len(columns), device="cpu")  # [N, U], in the answer
-        counts[:, : len(self.counts)] = torch.tensor(self.counts, dtype=torch.float32, device="cpu")
-        counts.index_put_(added, torch.ones(len(places), device="cpu"), accumulate=True)
+        size = (len(paths), len(columns))
+        counts = torch.zeros(size, dtype=torch.float32, device="cpu")  # [N, U], in the answer
+        counts[:, : len(self.counts)] = counts.new_tensor(self.counts)
+        counts.index_put_(added, counts.new_ones(len(places)), accumulate=True)
         seen = torch.zeros(counts.shape, dtype=torch.bool, device="cpu")  # in the text
         seen[:, : len(self.counts)] = True
         seen[added] = True

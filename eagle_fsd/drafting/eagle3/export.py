@@ -28,11 +28,11 @@ def exported_tensors(head: Eagle3Head, layout: str) -> dict[str, Tensor]:
     if layout == EAGLE and len(head.layers) == 1:
         tensors = {key.replace("layers.0.", "midlayer."): value for key, value in tensors.items()}
     size = head.config.vocab_size
-    drafted = torch.arange(size) if head.draft_tokens is None else head.draft_tokens.cpu()
+    drafted = torch.arange(size, device="cpu") if head.draft_tokens is None else head.draft_tokens.cpu()
     # Speculators leaves both out where every token is drafted; EAGLE's own code asks for them even then.
     if head.config.lm_head and (layout == EAGLE or head.draft_tokens is not None):
-        tensors["d2t"] = drafted - torch.arange(len(drafted))
-        tensors["t2d"] = torch.isin(torch.arange(size), drafted)
+        tensors["d2t"] = drafted - torch.arange(len(drafted), device="cpu")
+        tensors["t2d"] = torch.isin(torch.arange(size, device="cpu"), drafted)
     return tensors
 
 

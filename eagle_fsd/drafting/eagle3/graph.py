@@ -49,9 +49,9 @@ class Eagle3Graph:
 
             return head(*inputs, attend), new
 
-        rows = torch.zeros(1, 3, head.config.hidden_size)
+        rows = torch.zeros(1, 3, head.config.hidden_size, dtype=torch.float32, device="cpu")
         members = [(head.config.num_key_value_heads, head.config.head_dim)] * (2 * len(head.config.windows))
-        layout = Layout((rows, rows, torch.arange(3)[None]), len(windows), members)
+        layout = Layout((rows, rows, torch.arange(3, device="cpu")[None]), len(windows), members)
         return cls(
             None if head.fc is None else runtime.product("head_fc", head.fc.weight, head.fc.bias),
             runtime.network("head", head, work, layout, asdict(head.config)),

@@ -53,8 +53,9 @@ def chain_loss(head: Eagle3Head, target: Verifier, tokens: Tensor, features: Ten
     cache = KVCache(1, pairs * steps, target.device)
     predictor = Eagle3Predictor(head, Eagle3Vocabulary(head, target), cache)
     columns = torch.full((target.vocab_size,), -1, device=target.device)
-    drafted = torch.arange(target.vocab_size) if head.draft_tokens is None else head.draft_tokens
-    columns[drafted.to(target.device)] = torch.arange(len(drafted), device=target.device)
+    order = torch.arange(target.vocab_size, device=target.device)
+    drafted = order if head.draft_tokens is None else head.draft_tokens.to(target.device)
+    columns[drafted] = order[: len(drafted)]
     states = head.project(features[None, :-1].to(head.dtype))  # [1, n - 1, d]
     places = torch.arange(pairs, device=target.device)
     own = torch.zeros(pairs, 0, dtype=torch.bool, device=target.device)  # the chain's slots that each sees

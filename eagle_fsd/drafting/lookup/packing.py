@@ -107,7 +107,8 @@ def pack_trees(
             # Where the head has no part its row may hold anything, NaN too.
             table = torch.where(weights > 0, table + weights.log(), -math.inf)
     else:
-        table = torch.full((*owners.shape, vocabulary.width), -math.inf, device=device)
+        size = (*owners.shape, vocabulary.width)
+        table = torch.full(size, -math.inf, dtype=torch.float32, device=device)
     if extra:
         table = torch.constant_pad_nd(table, (0, len(extra)), -math.inf)
         assert drafted is not None
@@ -115,7 +116,7 @@ def pack_trees(
     if entries:
         *at, probs = zip(*entries, strict=True)
         index = tuple(torch.tensor(one, device=device) for one in at)
-        table[index] = torch.tensor(probs, device=device).log()
+        table[index] = torch.tensor(probs, dtype=table.dtype, device=device).log()
     if with_rest and drafted is None:  # a row with a rest lists its tokens; see DraftTree
         drafted = torch.arange(vocabulary.width, device=device)
     with np.errstate(divide="ignore"):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.padding import on_device
+from eagle_fsd.core.tree import additive
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
-HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
 PAGE = 32  # slots of a page; OpenVINO's attention takes no others on a CPU
 
 
@@ -112,7 +112,7 @@ class BlockCache(KVCache):
     def compact(self, path: Tensor, slots: Tensor) -> None:
         path = path[:, 1 : slots.shape[1]]  # the first token is in place
         source = slots.gather(1, path.clamp(min=0))
-        target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1])
+        target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
         # Padding moves the first token into scratch slots, which is harmless and needs no mask.
         moved = ((source != target) & (path >= 0)).any(0)
         if not bool(moved.any()):
@@ -204,7 +204,7 @@ class BlockCache(KVCache):
         lengths = [self.row_lengths[row] for row in rows]
         self.row_limits = [self.row_limits[row] for row in rows]
         self.rows, self.buffers = len(rows), object()
-        self._all_lengths = torch.zeros(len(rows), dtype=torch.int64)
+        self._all_lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
         self._set_lengths(lengths)
 
     def _allocate(self, size: tuple[int, int], capacity: int, rows: int) -> Tensor:
@@ -250,12 +250,13 @@ class PagedCache(BlockCache):
         """
         batch, count = self.slots.shape
         blocks = self.view // PAGE
-        rows = torch.arange(batch + 1, dtype=torch.int32)
+        like = {"dtype": torch.int32, "device": self.device}
+        rows = torch.arange(batch + 1, **like)
         key = (batch, blocks, self.rows)
         if self._pages is None or self._pages[0] != key:
-            first = torch.arange(batch, dtype=torch.int32)[:, None]
-            self._pages = key, (first + self.rows * torch.arange(blocks, dtype=torch.int32)).flatten()
-        longest = torch.tensor(max(self.row_lengths) + self._offset + count, dtype=torch.int32)
+            first = torch.arange(batch, **like)[:, None]
+            self._pages = key, (first + self.rows * torch.arange(blocks, **like)).flatten()
+        longest = torch.tensor(max(self.row_lengths) + self._offset + count, **like)
         relation = visible[0].gather(2, self.slots[:, None, :].expand(-1, count, -1)).flatten().byte()
         lengths = (self.lengths + self._offset).int()
         starts, relation_starts = rows * count, rows * (count * count)
@@ -271,7 +272,7 @@ def split_mask(visible: Tensor, slots: Tensor, committed: int) -> Tensor:
 
     slots: [B, n], of the new tokens. Slots from the first of them on are not committed.
     """
-    before = torch.arange(committed) < slots[:, :1]  # [B, committed]
+    before = torch.arange(committed, device=slots.device) < slots[:, :1]  # [B, committed]
     own = visible.gather(2, slots[:, None, :].expand(-1, visible.shape[1], -1))
     seen = torch.cat((visible[:, :, :committed] & before[:, None], own), dim=2)
-    return torch.where(seen, 0.0, HIDDEN)[:, None]
+    return additive(seen, torch.float32)

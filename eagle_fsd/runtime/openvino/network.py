@@ -57,11 +57,12 @@ class Layout:
             cache.place(new)
             return [
                 *self.inputs,
-                *cache.sight([torch.ones(batch, new, BLOCK, dtype=torch.bool)]),
+                *cache.sight([torch.ones(batch, new, BLOCK, dtype=torch.bool, device="cpu")]),
                 *cache.show(),
             ]
-        masks = [torch.zeros(batch, 1, new, 2 * BLOCK + new)] * self.masks
-        blocks = [torch.zeros(2, batch, heads, BLOCK, width) for heads, width in self.members]
+        like = {"dtype": torch.float32, "device": "cpu"}
+        masks = [torch.zeros(batch, 1, new, 2 * BLOCK + new, **like)] * self.masks
+        blocks = [torch.zeros(2, batch, heads, BLOCK, width, **like) for heads, width in self.members]
         return [*self.inputs, *masks, *blocks]
 
     def shape(self, place: int, example: Tensor, batch: int = -1, new: int = -1) -> list[int]:
@@ -140,7 +141,7 @@ class Request:
         """Copy a value to an input. Only a value of another shape than the last one gets new memory."""
         memory = self._given.get(place)
         if memory is None or memory.shape != value.shape:
-            memory = self._given[place] = torch.empty(value.shape, dtype=value.dtype)
+            memory = self._given[place] = value.new_empty(value.shape)
             self.infer.set_input_tensor(place, shared(memory))
         memory.copy_(value)
 
@@ -205,7 +206,7 @@ class Product:
         requests = self._mine.__dict__.setdefault("requests", weakref.WeakKeyDictionary())
         request = request_for(compiled, requests)
         request.give(0, flat)
-        made = torch.empty(*rows.shape[:-1], self.width)
+        made = rows.new_empty(*rows.shape[:-1], self.width, dtype=torch.float32)
         request.infer.set_output_tensor(0, shared(made.flatten(0, -2)))
         request.infer.infer()
         return made

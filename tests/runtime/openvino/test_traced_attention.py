@@ -11,11 +11,13 @@ from support.stubs import generator
 from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, HIDDEN, PAGE, PagedCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, PAGE, PagedCache
 from eagle_fsd.runtime.openvino.network import Layout, Network
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
+
+HIDDEN = torch.finfo(torch.float32).min  # of an additive mask, where nothing is seen
 
 
 def plain_attention(
