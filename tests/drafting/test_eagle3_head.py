@@ -112,6 +112,12 @@ def test_rotary_angles_are_those_of_transformers(fields: dict[str, Any]) -> None
         ({"rope_scaling": "linear"}, "must be an object"),
         ({"partial_rotary_factor": 0.5}, "rotate whole heads"),
         ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "the rope's factor is 0"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "high_freq_factor": 1.0}}, "high_freq_factor"),
     ],
 )
@@ -134,6 +140,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({"eagle_config": {IDS: [24, 30, 36]}}, [(24, 30, 36)]),
         ({IDS: [2, 18, 33]}, [(2, 18, 33), (3, 19, 34)]),
         ({IDS: [1, 23, 36]}, [(1, 23, 36)]),
+        ({IDS: [1, 17, 32]}, [(1, 17, 32), (2, 18, 33)]),
         ({IDS: [0, 17, 35]}, [(1, 18, 36)]),
         ({"eagle_config": None}, [(2, 18, 33)]),
     ],
@@ -207,6 +214,11 @@ def test_a_config_of_speculators_nests_the_layer_and_has_other_defaults() -> Non
     [
         ({"hidden_size": "32"}, "hidden_size is '32'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"logit_scale": -1}, "logit_scale is -1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"trained_positions": 0}, "trained_positions is 0"),
+        ({"sliding_window": -1, "use_sliding_window": True}, "sliding_window is -1"),
         ({"norm_before_fc": True, "fc_norm": True}, "both true"),
         ({"norm_before_residual": "yes"}, "norm_before_residual is 'yes'"),
         ({"target_hidden_size": 64}, "must bring its own"),

@@ -46,6 +46,19 @@ def test_the_keys_and_maps_of_the_files_in_use(tmp_path: Path, layout: str, laye
     assert tensors[f"{layer}.self_attn.q_proj.weight"].shape == (HIDDEN, 2 * HIDDEN)
 
 
+def test_maps_are_written_where_a_reader_asks_for_them(tmp_path: Path) -> None:
+    """EAGLE's own code asks even where every token is drafted; a head without an lm_head has no map."""
+    for layout, name, wanted in (
+        ("eagle3", "whole vocabulary", True),
+        ("speculators", "whole vocabulary", False),
+        ("eagle3", "target's lm_head", False),
+    ):
+        _, tensors = exported(eagle3_head(1, **VARIANTS[name]), tmp_path / layout / name, layout)
+        assert ("d2t" in tensors, "t2d" in tensors) == (wanted, wanted), (layout, name)
+        if wanted:
+            assert not tensors["d2t"].any() and tensors["t2d"].all()
+
+
 def test_the_config_that_vllm_and_sglang_read(tmp_path: Path) -> None:
     config, _ = exported(eagle3_head(1), tmp_path, "eagle3", dtype=torch.float16)
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"

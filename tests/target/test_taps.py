@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from eagle_fsd.target import admission
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
-from eagle_fsd.target.taps import TappedDecoder
+from eagle_fsd.target.taps import TappedDecoder, joined, plain_tapped_decoder
 
 LAYERS = 4
 TAPS = (1, 3, 4)
@@ -188,6 +190,23 @@ def test_the_model_is_not_changed_and_the_users_hooks_stay() -> None:
     assert all(
         not module._forward_hooks for module in target._masked_decoder.layers if module is not None
     ) or (sum(len(module._forward_hooks) for module in target._masked_decoder.layers) == 1)
+
+
+@torch.no_grad()
+def test_layers_run_one_by_one_in_a_compiled_decoder_and_no_taps_stay_behind() -> None:
+    model, text = deep_model(), prompts_of([7])[0]
+    wanted = plain_taps(model, text, TAPS[:2])
+    decoder = model.get_decoder()
+    tapped = [decoder.layers[tap - 1] for tap in TAPS[:2]]
+    for module in (decoder, *tapped):
+        module._compiled_call_impl = lambda *_, **__: pytest.fail("compiled code calls no hooks")
+    read = plain_tapped_decoder(decoder, LAYERS, TAPS[:2])
+    _, found = read(input_ids=torch.tensor([text]), use_cache=False)
+    torch.testing.assert_close(joined(found, torch.device("cpu"))[0], wanted, atol=1e-4, rtol=1e-4)
+    first = weakref.ref(found[0])
+    del found, _
+    gc.collect()
+    assert first() is None
 
 
 def test_threads_do_not_see_each_others_taps() -> None:
