@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.tree_growth import BeamDrafter
@@ -124,16 +125,38 @@ def check_trees(head: Eagle3Head, target: TargetModel, steps: int = 0) -> None:
         drafter.root_states = drafter.predictor.commit_pairs(*pad(news))
         rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
     tree = drafter.draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
-    drafted = torch.arange(VOCAB) if head.draft_tokens is None else head.draft_tokens
     for row, pairs in enumerate(rows):
-        twin, paths = PlainEagle3(head, pairs), paths_of(tree, row)
-        assert set(tree.tokens[row, 1:].tolist()) <= set(drafted.tolist())
-        best = drafted[twin.log_q(()).topk(1).indices].item()
-        assert (best,) in paths
-        for place, owner in enumerate(tree.owners[row].tolist()):
-            if owner >= 0:
-                wanted = twin.log_q(paths[owner])
-                torch.testing.assert_close(tree.log_q[row, place], wanted, atol=2e-3, rtol=2e-3)
+        require_plain(tree, row, head, pairs)
+
+
+def require_plain(tree: DraftTree, row: int, head: Eagle3Head, pairs: Pairs) -> None:
+    """Require that a row's tree has the distributions of the plain recursion after these pairs."""
+    drafted = torch.arange(VOCAB) if head.draft_tokens is None else head.draft_tokens
+    twin, paths = PlainEagle3(head, pairs), paths_of(tree, row)
+    assert set(tree.tokens[row, 1:].tolist()) <= set(drafted.tolist())
+    best = drafted[twin.log_q(()).topk(1).indices].item()
+    assert (best,) in paths
+    for place, owner in enumerate(tree.owners[row].tolist()):
+        if owner >= 0:
+            wanted = twin.log_q(paths[owner])
+            torch.testing.assert_close(tree.log_q[row, place], wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("parts", [(7,), (4, 3), (2, 1, 4)])
+@torch.no_grad()
+def test_a_prompt_is_read_in_pairs_whole_or_in_parts(parts: tuple[int, ...]) -> None:
+    """Each token but the first stands beside the feature before it."""
+    head = eagle3_head(2)
+    features, tokens = random_pairs(head, sum(parts), 1)
+    features[0] = 0.0  # before the first token there is none
+    drafter, start = Eagle3Spec.for_target(head, TARGET).make(1, 16, TREE), 0
+    for count in parts:
+        part = slice(start, start + count)
+        seen = Seen(tokens[None, part], [count], features[None, part], None)
+        drafter.read_on(seen) if start else drafter.begin(seen)
+        start += count
+    tree = drafter.draft(tokens[-1:], TREE)
+    require_plain(tree, 0, head, (features[1:], tokens[1:]))
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "short training", "no taps"])
