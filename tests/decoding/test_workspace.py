@@ -201,6 +201,17 @@ def test_a_workspace_that_grew_for_some_of_its_rows_is_not_kept(monkeypatch: pyt
     assert model._workspaces.spare is None
 
 
+def test_graphs_are_expected_for_trees_and_for_steps_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that looks drafts up finds none for some steps, which then verify the root alone."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(TargetModel, "expect", lambda self, *sizes: asked.append(sizes))
+    target = TargetModel(tiny_model())
+    for head, lookup in ((tiny_head(), False), (None, True)):
+        model = EagleFSD(target, head, lookup=lookup)
+        model.generate(prompts_of([5]), max_new_tokens=2, tree=TREE)
+    assert asked == [(1, 8), (1, 8), (1, 1)]
+
+
 def test_a_drafter_without_a_cache_has_a_workspace_too() -> None:
     spaces = Workspaces(TargetModel(tiny_model(), Graphs(OpRecorder())))
     spec = StandInSpec(lambda *_: KnowingDrafter([[1]]), VOCAB)
