@@ -755,3 +755,4 @@ def test_one_of_equal_prompts_is_retired_while_they_are_read() -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
         scheduler_of("none", **options)
+    scheduler_of("none", **{name: number + 1 for name, number in options.items()})
