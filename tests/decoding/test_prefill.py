@@ -1,12 +1,20 @@
-"""What a drafter is shown of a prompt's end."""
+"""What is read of prompts once for all, and what a drafter is shown of a prompt's end."""
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+from torch import Tensor
 
-from eagle_fsd.decoding.prompts.prefill import LISTED, list_next_tokens
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED, PromptReader, list_next_tokens, read_prompts
+from eagle_fsd.drafting.eagle_drafter import EagleSpec
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 
 def test_lists_are_those_after_the_last_tokens_of_every_row() -> None:
@@ -22,3 +30,38 @@ def test_lists_are_those_after_the_last_tokens_of_every_row() -> None:
         torch.testing.assert_close(found.log_p[row, -count:], wanted.values)
     assert list_next_tokens(target, features, [3, 3], 0) is None
     assert list_next_tokens(target, features[:, :0], [0, 0], 2) is None, "a prompt of one token has no list"
+
+
+@pytest.mark.parametrize(
+    ("rows", "alike", "once"), [(2, SHARED, True), (2, SHARED - 1, False), (1, SHARED, False)]
+)
+@torch.inference_mode()
+def test_a_beginning_is_read_once_where_it_is_long_and_shared(
+    rows: int, alike: int, once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt shares nothing with itself: it needs no row beside its own."""
+    target, alone = TargetModel(tiny_model()), []
+    another = TargetSession.another
+    monkeypatch.setattr(TargetSession, "another", lambda *given: alone.append(given[1:]) or another(*given))
+    tokens = torch.tensor(prompts_of([SHARED + 5]) * rows)
+    tokens[-1, alike:] = (tokens[-1, alike:] + 1) % 50
+    read_prompts(tokens, [SHARED + 5] * rows, TargetSession(target, rows, 128))
+    assert alone == ([(1, SHARED)] if once else [])
+
+
+@torch.inference_mode()
+def test_features_of_a_part_go_once_the_drafter_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, made, prefill = TargetModel(tiny_model()), list[weakref.ref[Tensor]](), TargetSession.prefill
+
+    def noted(*given: object) -> Tensor:
+        features = prefill(*given)
+        made.append(weakref.ref(features))
+        return features
+
+    monkeypatch.setattr(TargetSession, "prefill", noted)
+    drafter = EagleSpec.for_target(tiny_head(), target).make(1, 32, TreeConfig(8, 3, 3))
+    reader = PromptReader(torch.tensor(prompts_of([13])), TargetSession(target, 1, 32), drafter)
+    while reader.left:
+        assert reader.read(4) == 4
+        assert made[-1]() is None
+    assert len(made) == 3
