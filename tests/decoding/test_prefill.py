@@ -11,7 +11,15 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED, PromptReader, list_next_tokens, read_prompts
+from eagle_fsd.decoding.prompts.prefill import (
+    LISTED,
+    SHARED,
+    PromptReader,
+    list_next_tokens,
+    prefill,
+    read_prompts,
+)
+from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -51,10 +59,10 @@ def test_a_beginning_is_read_once_where_it_is_long_and_shared(
 
 @torch.inference_mode()
 def test_features_of_a_part_go_once_the_drafter_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, made, prefill = TargetModel(tiny_model()), list[weakref.ref[Tensor]](), TargetSession.prefill
+    target, made, read = TargetModel(tiny_model()), list[weakref.ref[Tensor]](), TargetSession.prefill
 
     def noted(*given: object) -> Tensor:
-        features = prefill(*given)
+        features = read(*given)
         made.append(weakref.ref(features))
         return features
 
@@ -65,3 +73,20 @@ def test_features_of_a_part_go_once_the_drafter_has_read_them(monkeypatch: pytes
         assert reader.read(4) == 4
         assert made[-1]() is None
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("needed", [True, False])
+@torch.inference_mode()
+def test_features_are_shown_to_a_drafter_that_needs_them(needed: bool) -> None:
+    """A token stands beside the feature before it: there is none before the first one."""
+    target, shown = TargetModel(tiny_model()), list[Seen]()
+    drafter = SimpleNamespace(needs=Needs(features=needed), begin=shown.append)
+    tokens = torch.tensor(prompts_of([6]))
+    roots = prefill(tokens, [6], TargetSession(target, 1, 16), drafter)
+    wanted = TargetSession(target, 1, 16).prefill(tokens[:, :-1], [5])
+    assert roots.tolist() == [int(tokens[0, -1])] and shown[0].tokens.equal(tokens)
+    if needed:
+        torch.testing.assert_close(shown[0].features[:, 1:], wanted)
+        assert not shown[0].features[:, 0].any()
+    else:
+        assert shown[0].features is None
