@@ -340,6 +340,11 @@ def small_llama4() -> transformers.PreTrainedModel:
     return transformers.Llama4ForCausalLM(config)
 
 
+def windowless_gemma3() -> transformers.PreTrainedModel:
+    """A layer that its config calls a sliding one, with no window to slide."""
+    return tiny_model("gemma3", sliding_window=None)
+
+
 def small_gpt_neo() -> transformers.PreTrainedModel:
     config = transformers.GPTNeoConfig(
         vocab_size=VOCAB,
@@ -365,6 +370,7 @@ def small_gpt_neo() -> transformers.PreTrainedModel:
         (small_mpt, r"'mpt' model whose tree verification differs .* \(ALiBi, say\)"),
         (small_llama4, "'llama4_text' model with layers of kind .*chunked_attention"),
         (small_gpt_neo, "'gpt_neo' model with layers of kind .*local"),
+        (windowless_gemma3, "'gemma3_text' model, which cannot verify draft trees"),
         (lambda: tiny_model("llama", "flex_attention"), "attn_implementation is 'flex_attention'"),
     ],
     ids=lambda value: getattr(value, "__name__", "").removeprefix("small_"),
