@@ -408,6 +408,20 @@ def test_a_short_prompt_overtakes_a_long_one(name: str) -> None:
     assert found == {one: alone(name, one) for one in (long, short)}
 
 
+@pytest.mark.parametrize(("length", "second"), [(20, [3, 13]), (24, [7, 9]), (25, [8]), (30, [13])])
+def test_what_is_left_of_a_slice_is_read_of_the_next_prompt_if_it_is_more_than_half(
+    length: int, second: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward of fewer tokens would take about as long as one of a whole slice."""
+    scheduler, counter = scheduler_of("eagle", slice_tokens=16), Counted(monkeypatch)
+    for number, prompt in enumerate(prompts_of([length, 40])):
+        scheduler.admit(text(number, prompt, 9))
+    scheduler.step()
+    assert counter.take() == [16]
+    scheduler.step()
+    assert counter.take() == second
+
+
 def test_short_prompts_never_keep_a_long_one_from_being_read() -> None:
     """However many come, it is read at half the speed at least."""
     scheduler, found = scheduler_of("eagle", rows=32, slice_tokens=4), {}
