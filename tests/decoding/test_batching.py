@@ -682,6 +682,21 @@ def test_a_kept_text_makes_room_for_equal_prompts_that_begin_like_it() -> None:
     assert found == {one: alone("eagle", one) for one in (first, *equal)}
 
 
+def test_a_kept_text_that_is_gone_on_from_outlasts_one_that_nobody_needs() -> None:
+    """Room for the second of two equal prompts is made while the first is about to begin with the older."""
+    older, newer = (text(number, prompt, 10) for number, prompt in enumerate(prompts_of([40, 40])))
+    slots, found = slots_per_row(50, TREE), {}
+    scheduler = scheduler_of("eagle", cache_tokens=2 * slots + 50, prefix_tokens=2 * slots)
+    for one in (older, newer):
+        scheduler.admit(one)
+        drain(scheduler, found)
+    assert len(scheduler.prefixes.texts) == 2
+    for number in (8, 12):
+        scheduler.admit(text(number, [*older.prompt[:35], 7], 14))
+    scheduler.step()
+    assert [one.tokens[:40].tolist() for one in scheduler.prefixes.texts] == [list(older.prompt)]
+
+
 def test_rows_of_texts_that_ended_are_not_computed_while_another_waits_for_slots() -> None:
     scheduler, found = scheduler_of("eagle", cache_tokens=3 * slots_per_row(50, TREE)), {}
     texts = [text(4 * number, prompt, 10) for number, prompt in enumerate(prompts_of([8, 9, 60]))]
