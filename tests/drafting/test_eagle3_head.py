@@ -114,6 +114,7 @@ def test_rotary_angles_are_those_of_transformers(fields: dict[str, Any]) -> None
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "the rope's factor is 0"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2, "high_freq_factor": "4"}}, "factor is '4'"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 2, "original_max_position_embeddings": 0}},
             "original_max_position_embeddings is 0",
@@ -143,6 +144,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({IDS: [1, 17, 32]}, [(1, 17, 32), (2, 18, 33)]),
         ({IDS: [0, 17, 35]}, [(1, 18, 36)]),
         ({"eagle_config": None}, [(2, 18, 33)]),
+        ({"eagle_config": [1, 17, 32]}, [(2, 18, 33)]),
     ],
 )
 def test_the_readings_of_taps(data: dict[str, Any], taps: list[tuple[int, ...]]) -> None:
@@ -214,6 +216,7 @@ def test_a_config_of_speculators_nests_the_layer_and_has_other_defaults() -> Non
     [
         ({"hidden_size": "32"}, "hidden_size is '32'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"intermediate_size": 0}, "intermediate_size is 0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"logit_scale": -1}, "logit_scale is -1"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),

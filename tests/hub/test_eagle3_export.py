@@ -53,8 +53,9 @@ def test_maps_are_written_where_a_reader_asks_for_them(tmp_path: Path) -> None:
         ("speculators", "whole vocabulary", False),
         ("eagle3", "target's lm_head", False),
     ):
-        _, tensors = exported(eagle3_head(1, **VARIANTS[name]), tmp_path / layout / name, layout)
+        config, tensors = exported(eagle3_head(1, **VARIANTS[name]), tmp_path / layout / name, layout)
         assert ("d2t" in tensors, "t2d" in tensors) == (wanted, wanted), (layout, name)
+        assert config["draft_vocab_size"] == (None if name == "target's lm_head" else VOCAB)
         if wanted:
             assert not tensors["d2t"].any() and tensors["t2d"].all()
 
