@@ -145,12 +145,15 @@ def require_plain(tree: DraftTree, row: int, head: Eagle3Head, pairs: Pairs) -> 
 @pytest.mark.parametrize("parts", [(7,), (4, 3), (2, 1, 4)])
 @torch.no_grad()
 def test_a_prompt_is_read_in_pairs_whole_or_in_parts(parts: tuple[int, ...]) -> None:
-    """Each token but the first stands beside the feature before it."""
+    """Each token but the first stands beside the feature before it, also behind what was kept of a text."""
     head = eagle3_head(2)
     features, tokens = random_pairs(head, sum(parts), 1)
     features[0] = 0.0  # before the first token there is none
     drafter, start = Eagle3Spec.for_target(head, TARGET).make(1, 16, TREE), 0
     for count in parts:
+        if start:  # as of a text that was kept: another drafter goes on from it
+            drafter, kept = Eagle3Spec.for_target(head, TARGET).make(1, 16, TREE), drafter
+            drafter.load_row(0, kept.save_row(0, start), tokens[:start].tolist())
         part = slice(start, start + count)
         seen = Seen(tokens[None, part], [count], features[None, part], None)
         drafter.read_on(seen) if start else drafter.begin(seen)
