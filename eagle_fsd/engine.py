@@ -21,7 +21,7 @@ from eagle_fsd.acceptance.calibration import Calibration
 from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
-from eagle_fsd.core.checks import override
+from eagle_fsd.core.checks import override, require_integer
 from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.decoding.alone import run_alone
@@ -29,7 +29,7 @@ from eagle_fsd.decoding.many import TextStream
 from eagle_fsd.decoding.on_ranks.held_memory import held_memory
 from eagle_fsd.decoding.options import GenerationOptions, settle_batch, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
-from eagle_fsd.decoding.request import Prompts, Request
+from eagle_fsd.decoding.request import Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -214,19 +214,22 @@ class EagleFSD:
 
     def generate_many(
         self,
-        prompts: Iterable[Sequence[int]],
+        prompts: Tensor | Iterable[Sequence[int]],
         options: GenerationOptions | None = None,
         batch_size: int = 8,
         **keywords: Any,
     ) -> TextStream:
         """Generate for any number of prompts, `batch_size` of them at a time, and yield each text as it ends.
 
-        prompts: token ids of each, of any lengths, without padding. What they begin with alike is read once.
+        prompts: token ids of each, of any lengths, without padding; or a tensor [B, L], whose pad tokens are
+        padding as for `generate` without a mask. What they begin with alike is read once.
         options, keywords: as for `generate`; the text of a prompt is the same, up to rounding. A default tree
         shrinks on a CPU where many texts fill it and any tree gives the same text.
         """
+        require_integer("batch_size", batch_size, 1, "8 suits a CPU")
         settled = settle_options(options, keywords, self.target)
-        found = Prompts.from_lists(self.target, prompts, settled.max_new_tokens)
+        ends = end_token_ids(self.target, settled.eos_token_id)
+        found = Prompts.from_lists(self.target, prompts, settled.max_new_tokens, ends)
         found = found.repeated(settled.num_return_sequences)
         request = self._request(settled, found, batch_size)
         shrinks = settled.tree is None

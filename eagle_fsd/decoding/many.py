@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.randomness.streams import Seed, row_streams
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
@@ -59,7 +58,6 @@ class TextStream:
         batch_size: int,
         crowded: bool = False,
     ) -> None:
-        require_integer("batch_size", batch_size, 1, "8 suits a CPU")
         rows = min(batch_size, len(request.prompts))
         self.tree, self.rule, greedy = request.tree, request.rule, request.sampling.greedy
         seed = settle_seed(seed, greedy, target.ranks)

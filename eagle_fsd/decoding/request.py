@@ -60,17 +60,35 @@ class Prompts:
 
     @classmethod
     def from_lists(
-        cls, target: TargetModel, prompts: Iterable[Sequence[int]], max_new_tokens: int
+        cls,
+        target: TargetModel,
+        prompts: Tensor | Iterable[Sequence[int]],
+        max_new_tokens: int,
+        end_tokens: Sequence[int],
     ) -> Prompts:
-        """Read prompts of any lengths, each a list of token ids.
+        """Read prompts of any lengths, each a list of token ids, of which all are text.
 
-        Limits end at the target's last position. Raises ValueError if there is none, or for one that holds
-        no token ids, or fills the whole context.
+        A tensor or array [B, L] is read by `from_padded`, without a mask. Limits end at the target's last
+        position. Raises ValueError if there is no prompt, or for one that holds no token ids, or fills the
+        whole context.
         """
+        if hasattr(prompts, "tolist"):
+            return cls.from_padded(target, as_ids(prompts), None, max_new_tokens, end_tokens)
+        if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+            raise ValueError(
+                f"prompts is a {type(prompts).__name__}: it must hold the token ids of each prompt; pass a "
+                'list of them, such as a tokenizer\'s encoded["input_ids"]'
+            )
         rows = []
         for number, prompt in enumerate(prompts):
             try:
-                tokens, _ = unpad(as_ids([prompt]), None, target.vocab_size)
+                ids = as_ids([prompt])
+                if ids.ndim > 2:
+                    raise ValueError(
+                        f"it has shape {list(ids.shape[1:])}: it must be the token ids of one text, [L]; "
+                        "pass every row for itself"
+                    )
+                tokens, _ = unpad(ids, None, target.vocab_size)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
             rows += tokens.tolist()

@@ -11,8 +11,9 @@ import torch
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
-from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
+from eagle_fsd import AutoTree, EagleFSD, Fuzzy, GenerationOptions, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding.many import FinishedText
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -79,6 +80,18 @@ def test_options_reach_every_text() -> None:
     whole = engine().tokenizer.decode(alone(1)[0])
     (cut,) = many(2, PROMPTS[1:2], stop_strings=[whole[5:7]])
     assert engine().tokenizer.decode(cut.new_tokens) == whole[: whole.index(whole[5:7]) + 2]
+
+
+def test_a_tensor_is_padded_as_for_generate_and_lists_are_text() -> None:
+    """Its pad tokens are padding unless the caller ends texts with them; those of a list never are."""
+    ids, mask = pad_left(PROMPTS, 0)
+    assert (ids == 0).equal(mask == 0) and engine().target.pad_token_id == 0
+    plain = [text.new_tokens for text in many(3)]
+    for padded in (ids, ids.numpy()):
+        assert [text.new_tokens for text in many(3, padded)] == plain
+    wanted = engine().generate(ids, torch.ones_like(ids), max_new_tokens=LONG, tree=TREE).new_tokens
+    assert [text.new_tokens for text in many(3, ids.tolist())] == wanted != plain
+    assert [text.new_tokens for text in many(3, ids, eos_token_id=0)] == wanted
 
 
 def test_texts_come_when_they_end_and_give_their_places_on() -> None:
@@ -185,7 +198,13 @@ def test_only_a_default_tree_shrinks() -> None:
         ([[1, 2], [1, 10**6]], {}, "prompt 1: input_ids holds 1..1000000: token ids must be in 0..95"),
         ([[1, 2], "text"], {}, "prompt 1: input_ids is a list, not a tensor of token ids"),
         ([[1], [1] * 300], {}, "prompt 1 has 300 tokens: the target has 256 positions"),
+        ([torch.tensor([[1, 2]])], {}, r"prompt 0: it has shape \[1, 2\]: it must be the token ids"),
+        (torch.tensor([1, 2]), {}, r"input_ids has shape \[2\]: it must be \[B, L\]"),
+        ({"input_ids": [[1, 2]]}, {}, "prompts is a dict: it must hold the token ids of each prompt"),
+        ("text", {}, "prompts is a str: it must hold the token ids of each prompt"),
+        (None, {}, "prompts is a NoneType: it must hold the token ids of each prompt"),
         ([[1]], {"batch_size": 0}, "batch_size is 0: it must be an integer of at least 1; 8 suits a CPU"),
+        ([[1]], {"batch_size": "8", "tree": AutoTree()}, "batch_size is '8': it must be an integer"),
         ([[1], [2]], {"seed": [1], "temperature": 1.0}, "seed has 1 values for 2 rows"),
         ([[1]], {"threshold": 0.3}, "threshold is not an option"),
     ],
