@@ -51,7 +51,7 @@ class Answer:
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
     budget: float | None = None  # of quality, if the rule was found by one
-    number: int | None = None  # counted from 1, if it was made beside others
+    number: int | None = None  # counted from 1, with --batch-size
 
     @classmethod
     def of(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.flags.types import USAGE
 from eagle_fsd.cli.mistakes import explain_lack_of_memory, raise_user_errors
+from eagle_fsd.cli.prompt_arguments import prompt_of
 from eagle_fsd.core.checks import INTERRUPTED, EnduringStderr, defer_interrupt, one_line, tell
 
 if TYPE_CHECKING:
@@ -94,10 +95,8 @@ class InOrder:
             self.count += 1
             if text.failure is not None:
                 self.failed += 1
-                number = self._waiting[text.number].number
-                tell(
-                    f"error: prompt {number} of {self._skipped + len(self.prompts)}: {one_line(text.failure)}"
-                )
+                name = prompt_of(self.args, text.number, len(self.prompts))
+                tell(f"error: {name}: {one_line(text.failure)}")
         while self._next in self._waiting:
             self._write(self._next)
             self._next += 1
@@ -112,7 +111,8 @@ class InOrder:
         whole = Answer.of(0, self.texts.total, self.texts, self.options)
         whole.interrupted = interrupted
         if self.texts.seed is not None:
-            whole.seed = str(self.options.seed[0][0])
+            seed, first = self.options.seed[0]
+            whole.seed = f"{seed}/{begin}" if (begin := first - self._skipped) else str(seed)
         return f"{self.count} of {len(self.prompts)} answers: {summary(whole)}"
 
     def _answer(self, text: FinishedText) -> Answer:

@@ -45,3 +45,13 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
             raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
         require_utf8(f"prompt {number} of {origin}", prompt)
     return prompts[args.skip :]
+
+
+def prompt_of(args: argparse.Namespace, place: int, answers: int) -> str:
+    """Return what a message calls the prompt of an answer: by its place in the file, --skip counted.
+
+    place: of the answer, counted from 0, among so many `answers`, --num-return-sequences to a prompt.
+    """
+    copies = args.num_return_sequences
+    count = args.skip + answers // copies
+    return f"prompt {args.skip + place // copies + 1} of {count}" if count > 1 else "the prompt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_the_answers_are_those_of_one_at_a_time(
         tokens = sum(record["new_tokens"] for record in records)
         assert err.startswith(f"{len(records)} of {len(records)} answers: {tokens} tokens in ")
         assert err.count("\n") == 1 and err.endswith(
-            "tree 8/3/3, seed 4\n" if "--seed" in flags else "8/3/3\n"
+            "tree 8/3/3, seed 4/2\n" if "--seed" in flags else "8/3/3\n"
         )
 
 
@@ -88,12 +89,53 @@ def test_a_run_goes_on_behind_what_is_skipped(prompts: list[str], capsys: pytest
     flags = [*prompts, "--json", "--temperature", "1", "--seed", "3", "--num-return-sequences", "2"]
     _, whole, _ = run(capsys, *flags, "--batch-size", "4")
     for size in ("1", "4"):
-        code, rest, _ = run(capsys, *flags, "--batch-size", size, "--skip", "3")
+        code, rest, err = run(capsys, *flags, "--batch-size", size, "--skip", "3")
+        assert err.endswith(f", seed 3{'/9' if size == '1' else ''}\n")
         found = answers(rest)
         if size == "1":
             assert all("number" not in record for record in found)
             found = [{**record, "number": number} for number, record in enumerate(found, 7)]
         assert code == 0 and found == answers(whole)[6:]
+    _, rest, _ = run(capsys, *prompts, "--json", "--batch-size", "4", "--skip", "4")
+    assert [record["number"] for record in answers(rest)] == [5]  # alone, and yet one of many
+
+
+@pytest.mark.parametrize("size", ["1", "4"])
+def test_errors_name_a_prompt_by_its_place_in_the_file(
+    prompts: list[str], size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is skipped, and however many texts each is to get."""
+    flags = [
+        *prompts,
+        "--temperature",
+        "1",
+        "--num-return-sequences",
+        "2",
+        "--skip",
+        "1",
+        "--batch-size",
+        size,
+    ]
+    usual, once = EagleFSD._request, tiny_tokenizer()(TEXTS[2])["input_ids"][1]
+
+    def forbid(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        third = ids[:, 1] == once
+        if size == "1" and bool(third.any()):
+            raise ValueError("it is forbidden")
+        return logits.masked_fill(third[:, None], -torch.inf)
+
+    def with_forbidden(self: EagleFSD, options: Any, *rest: Any) -> Any:
+        return usual(self, dataclasses.replace(options, logits_processor=forbid), *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EagleFSD, "_request", with_forbidden)
+        code, _, err = run(capsys, *flags)
+    named = re.findall(r"prompt \d+ of \d+", err)
+    assert code == 2 and named and set(named) == {"prompt 3 of 5"}
+    lines = [json.dumps({"prompt": text}) for text in ("a", "b", "c" * 300)]
+    Path(prompts[1]).write_text("\n".join(lines))
+    code, out, err = run(capsys, *flags)
+    assert (code, out) == (2, "") and "error: prompt 3 of 3 has " in err
 
 
 def after(monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
