@@ -28,7 +28,7 @@ def answer_together(
     """Answer prompts [1, L], --batch-size at a time, and return the exit code.
 
     options: name each prompt's stream of random numbers. Answers come in the prompts' order. After Ctrl-C or
-    an error, those that had ended are written too, and after one Ctrl-C those under way, as far as they came.
+    an error, those that had ended are written too, and after Ctrl-C those under way, as far as they came.
     """
     from tqdm import tqdm
 
@@ -51,6 +51,7 @@ def answer_together(
                     break
     except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
         interrupted = True
+        answers.add(texts.end())
     finally:
         answers.write_rest()
         tell(answers.summary(interrupted))

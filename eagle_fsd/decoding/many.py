@@ -109,21 +109,27 @@ class TextStream:
         while self._pending and len(waiting) < self._rows:
             self._scheduler.admit(self._pending.popleft())
         begun = list(waiting)
-        emitted = self._scheduler.step()
-        for text in begun:
-            if text not in waiting:
-                self._begun[text] = (start, before)
-        self._seconds += time.perf_counter() - start
+        try:
+            emitted = self._scheduler.step()
+        finally:
+            for text in begun:
+                if text not in waiting:
+                    self._begun[text] = (start, before)
+            self._seconds += time.perf_counter() - start
         return [self._finish(text) for text in emitted if text.done]
 
     def end(self) -> list[FinishedText]:
-        """End all texts and begin no other. Returns those under way, as far as they came."""
+        """End all texts and begin no other. Returns those under way, as far as they came.
+
+        This may follow a step that raised, as a Ctrl-C does: those that ended in it are returned as well.
+        """
         self._pending.clear()
         self._scheduler.waiting.clear()
+        self._scheduler.reading = self._scheduler.batch = None  # nothing goes on, not even what they keep
         ended = list(self._begun)
         for text in ended:
-            self._scheduler.retire(text)
-            text.stats.finish_reason = INTERRUPTED
+            if not text.done:
+                text.stats.finish_reason = INTERRUPTED
         return [self._finish(text) for text in ended]
 
     def _finish(self, text: Text) -> FinishedText:

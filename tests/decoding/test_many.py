@@ -141,6 +141,30 @@ def test_ending_early_keeps_what_was_made() -> None:
     assert texts.total.new_tokens == sum(len(text.new_tokens) for text in ended)
 
 
+@pytest.mark.parametrize("last", range(1, 30, 4))
+def test_ending_after_a_step_that_raised_loses_no_token(last: int) -> None:
+    """As a Ctrl-C does in the middle of a step."""
+    steps: list[int] = []
+
+    def press(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
+        steps.append(sum(emitted.values()))
+        if len(steps) == last:
+            raise KeyboardInterrupt
+
+    texts = engine().generate_many(PROMPTS, batch_size=3, max_new_tokens=LONG, tree=TREE, observer=press)
+    found: list[FinishedText] = []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(texts)
+    found += texts.end()
+    assert not texts.busy and list(texts) == texts.end() == []
+    assert len({text.number for text in found}) == len(found) >= 3
+    for text in found:
+        made, whole = text.new_tokens, alone(text.number)[0]
+        assert made == whole[: len(made)] and text.stats.new_tokens == len(made)
+        assert text.stats.finish_reason == ("length" if made == whole else "interrupted")
+    assert sum(len(text.new_tokens) for text in found) == sum(steps)
+
+
 def test_a_text_that_can_have_no_token_ends_alone() -> None:
     banned = PROMPTS[1][0]
     assert all(prompt[0] != banned for place, prompt in enumerate(PROMPTS) if place not in (1, 4))
