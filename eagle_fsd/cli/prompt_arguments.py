@@ -40,7 +40,7 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
     if not prompts:
         raise ValueError(f"{origin} holds no prompt: it must hold at least one")
     require_integer("--skip", args.skip, 0, f"{origin} has {len(prompts)} prompts", len(prompts) - 1)
-    for number, prompt in enumerate(prompts, 1):
+    for number, prompt in enumerate(prompts[args.skip :], args.skip + 1):
         if not prompt.strip():
             raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
         require_utf8(f"prompt {number} of {origin}", prompt)

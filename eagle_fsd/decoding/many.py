@@ -62,7 +62,8 @@ class TextStream:
         self.tree, self.rule, greedy = request.tree, request.rule, request.sampling.greedy
         seed = settle_seed(seed, greedy, target.ranks)
         self.seed = None if greedy else seed
-        self._watch, self._seconds, self._ended = Stopwatch(), 0.0, GenerationStats()
+        self._watch, self._seconds = Stopwatch(), 0.0
+        self._ended: list[GenerationStats] = []  # the sum over texts that have ended, once there are any
         streams = row_streams(seed, len(request.prompts))
         texts = request.texts([GenerationStats() for _ in request.prompts])
         for text, stream in zip(texts, streams, strict=True):
@@ -91,7 +92,7 @@ class TextStream:
     @property
     def total(self) -> GenerationStats:
         """The sum over all texts that have ended; its seconds are those of all steps so far."""
-        total = GenerationStats.total([self._ended])
+        total = GenerationStats.total(self._ended)
         total.set_times(self._watch, self._seconds)
         return total
 
@@ -135,5 +136,5 @@ class TextStream:
     def _finish(self, text: Text) -> FinishedText:
         begun, before = self._begun.pop(text)
         text.stats.set_times(self._watch.since(before), time.perf_counter() - begun)
-        self._ended = GenerationStats.total([self._ended, text.stats])
+        self._ended = [GenerationStats.total([*self._ended, text.stats])]
         return FinishedText.of(text)

@@ -241,3 +241,13 @@ def test_a_full_stderr_loses_no_answer(
     monkeypatch.setattr("sys.stderr", FullDisk())
     assert generate.main([*prompts, "--json", "--batch-size", "3"]) == 0
     assert len(answers(capsys.readouterr().out)) == 5
+
+
+def test_a_blank_prompt_that_is_skipped_is_no_mistake(
+    prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(prompts[1])
+    path.write_text('{"prompt": " "}\n' + path.read_text())
+    assert run(capsys, *prompts)[0] == 2
+    code, out, _ = run(capsys, *prompts, "--json", "--skip", "1", "--batch-size", "2")
+    assert code == 0 and [json.loads(line)["number"] for line in out.splitlines()] == [2, 3, 4, 5, 6]

@@ -188,7 +188,7 @@ def test_statistics_add_up() -> None:
     total = texts.total
     for name in ("steps", "new_tokens", "exact_accepts"):
         assert getattr(total, name) == sum(getattr(text.stats, name) for text in found)
-    assert total.tokens_per_second > 0
+    assert total.finish_reason == "length" and total.tokens_per_second > 0
     assert all(0 < text.stats.seconds <= total.seconds for text in found)
     for phase in ("prefill", "draft", "verify"):
         name = f"{phase}_seconds"
