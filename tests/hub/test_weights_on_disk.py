@@ -104,7 +104,12 @@ def test_where_nothing_may_be_kept_or_little_is_needed_memory_serves(
 def test_a_folder_that_cannot_be_is_no_error(
     file: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It cannot be made, or nobody may write there."""
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(file / "cache"))
+    with unpacking(file, may_write=True):
+        assert np.copy(gguf.dequantize(np.ones(4, np.float32), gguf.GGMLQuantizationType.F32)).sum() == 4
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(file.parent / "cache"))
+    monkeypatch.setattr(tempfile, "TemporaryFile", raises(PermissionError(errno.EACCES, "Permission denied")))
     with unpacking(file, may_write=True):
         assert np.copy(gguf.dequantize(np.ones(4, np.float32), gguf.GGMLQuantizationType.F32)).sum() == 4
     assert copies == []
@@ -114,7 +119,7 @@ def test_what_numpy_does_between_is_not_changed(tmp_path: Path, copies: list[int
     """Copies are plain arrays that may be written to; writing changes no other copy."""
     values = np.arange(24, dtype=np.float32).reshape(2, 12)
     before = gguf.dequantize
-    with unpacked_on_disk(tmp_path):
+    with unpacked_on_disk(DiskArrays(tmp_path)):
         unpacked = gguf.dequantize(values, gguf.GGMLQuantizationType.F32)
         turned = (unpacked.reshape(2, 3, 4).swapaxes(1, 2) - 1).reshape(4, 6)
         copied, other = np.copy(turned), np.copy(turned)
@@ -128,7 +133,7 @@ def test_what_numpy_does_between_is_not_changed(tmp_path: Path, copies: list[int
         stacked = np.copy(np.stack([unpacked, unpacked]))
         assert (stacked == np.stack([values, values])).all()
     assert gguf.dequantize is before
-    with pytest.raises(ZeroDivisionError), unpacked_on_disk(tmp_path):
+    with pytest.raises(ZeroDivisionError), unpacked_on_disk(DiskArrays(tmp_path)):
         _ = 1 / 0
     assert gguf.dequantize is before
     assert (other == wanted).all()  # the file is there as long as a copy of it
@@ -166,7 +171,7 @@ def test_a_full_disk_is_no_error_for_a_checkpoint(
 
 
 def raises(error: Exception) -> Any:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
     return fail

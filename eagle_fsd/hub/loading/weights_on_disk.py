@@ -50,17 +50,19 @@ def widening(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def place_for(
-    size: int, may_write: bool, on_disk: Callable[[Path], contextlib.AbstractContextManager[None]]
+    size: int, may_write: bool, on_disk: Callable[[DiskArrays], contextlib.AbstractContextManager[None]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return `on_disk(folder)` for bytes that would fill much of the memory, if there is room on disk."""
+    """Return `on_disk` of a new file for bytes that would fill much of the memory, if the disk has room."""
     memory = machine_memory()
     if not may_write or memory is None or size <= memory // SHARE:
         return contextlib.nullcontext()
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        return on_disk(folder) if size <= shutil.disk_usage(folder).free else contextlib.nullcontext()
-    except (OSError, RuntimeError) as error:  # there is no home folder
+        if size <= shutil.disk_usage(folder).free:
+            return on_disk(DiskArrays(folder))
+        return contextlib.nullcontext()
+    except (OSError, RuntimeError) as error:  # nobody may write there, or there is no home folder
         logger.info("weights of %s are made in memory: %s", format_gigabytes(size), error)
         return contextlib.nullcontext()
 
@@ -86,11 +88,11 @@ class DiskArrays:
 
 
 @contextlib.contextmanager
-def unpacked_on_disk(folder: Path) -> Iterator[None]:
-    """Let the copies that transformers keeps of a .gguf file's tensors lie in a file of this folder."""
+def unpacked_on_disk(arrays: DiskArrays) -> Iterator[None]:
+    """Let the copies that transformers keeps of a .gguf file's tensors be such arrays."""
     import gguf
 
-    arrays, plain = DiskArrays(folder), gguf.dequantize
+    plain = gguf.dequantize
 
     class Unpacked(np.ndarray[Any, Any]):
         """An array that numpy.copy, by which transformers keeps it, copies to disk."""
@@ -120,9 +122,9 @@ def unpacked_on_disk(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def widened_on_disk(folder: Path) -> Iterator[None]:
-    """Let what transformers makes float32 of 16 bits lie in a file of this folder."""
-    arrays, before = DiskArrays(folder), os.environ.get(ALONE)
+def widened_on_disk(arrays: DiskArrays) -> Iterator[None]:
+    """Let what transformers makes float32 of 16 bits be such arrays."""
+    before = os.environ.get(ALONE)
 
     class Widen(TorchFunctionMode):
         def __torch_function__(
