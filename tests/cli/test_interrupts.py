@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import runpy
 import sys
 import threading
@@ -89,7 +90,8 @@ def test_ctrl_c_ends_a_script_with_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, argv = AT_WORK[name]
-    (tmp_path / "prompts_one.jsonl").write_text('{"prompt": "one three seven", "completion": "two"}\n')
+    rows = [{"prompt": "one three seven", "completion": answer} for answer in ("two", "four five")]
+    (tmp_path / "prompts_one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_head(tiny_head(), tmp_path / "head")
     engine = EagleFSD(TargetModel(tiny_model("llama")), tiny_head(), Words())
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: engine)
