@@ -60,7 +60,10 @@ AT_WORK = {
         f"--data {{0}}/prompts_one.jsonl --draft-vocab-size 9 {OUT}",
     ),
     "train/synthesize": ("eagle_fsd.hub:resolve_target", f"{PROMPTS} {ROWS}"),
-    "train/train_head": ("eagle_fsd.hub:resolve_target", f"--cpu --data {{0}}/prompts_one.jsonl {OUT}"),
+    "train/train_head": (
+        "eagle_fsd.hub:resolve_target",
+        f"--cpu --data {{0}}/prompts_one.jsonl --held-out 1 {OUT}",
+    ),
 }
 
 
