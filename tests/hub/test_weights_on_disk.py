@@ -23,11 +23,7 @@ from eagle_fsd.hub.loading.weights_on_disk import DiskArrays, unpacked_on_disk, 
 gguf = pytest.importorskip("gguf")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(OFF, raising=False)
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -39,14 +35,14 @@ def file(tmp_path: Path) -> Path:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let every file be a large one, and return the bytes of what is copied to disk."""
     made: list[int] = []
-    real = DiskArrays.copy
+    real = DiskArrays.write
 
-    def counting(self: DiskArrays, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        copied = real(self, array)
-        made.append(array.nbytes)
-        return copied
+    def counting(self: DiskArrays, plain: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        written = real(self, plain)
+        made.append(plain.nbytes)
+        return written
 
-    monkeypatch.setattr(DiskArrays, "copy", counting)
+    monkeypatch.setattr(DiskArrays, "write", counting)
     monkeypatch.setattr(weights_on_disk, "SMALL", 0)
     monkeypatch.setattr(weights_on_disk, "SHARE", 2**60)
     return made
@@ -164,7 +160,7 @@ def test_a_full_disk_is_no_error_for_a_checkpoint(
 ) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "llama")
     expected = weights_of(tmp_path / "llama", dtype="float32")
-    monkeypatch.setattr(DiskArrays, "copy", raises(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(DiskArrays, "write", raises(OSError(errno.ENOSPC, "No space left on device")))
     monkeypatch.setenv(weights_on_disk.ALONE, "0")
     assert same(weights_of(tmp_path / "llama", dtype="float32"), expected)
     assert os.environ[weights_on_disk.ALONE] == "0"

@@ -68,7 +68,10 @@ def place_for(
 
 
 class DiskArrays:
-    """Copies of arrays, each a part of one file. folder: of the file."""
+    """Copies of arrays, each a part of one file; small ones, and those that it has no room for, in memory.
+
+    folder: of the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         # Without a buffer, which would keep what a full disk did not take. Maps of the file outlive it.
@@ -76,8 +79,17 @@ class DiskArrays:
         self._end = 0
 
     def copy(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return a copy that may be written to, which changes no file. Raises OSError if the disk is full."""
+        """Return a copy that may be written to, which changes no file."""
         plain = np.ascontiguousarray(array).view(np.ndarray)
+        if plain.nbytes > SMALL:
+            try:
+                return self.write(plain)
+            except OSError as error:  # of a full disk
+                logger.info("a tensor is made in memory: %s", error)
+        return plain.copy()
+
+    def write(self, plain: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the part of the file that is written with an array. Raises OSError if the disk is full."""
         self._file.seek(self._end)
         left = memoryview(plain).cast("B")
         while left:
@@ -104,11 +116,8 @@ def unpacked_on_disk(arrays: DiskArrays) -> Iterator[None]:
             args: Sequence[Any],
             kwargs: Mapping[str, Any],
         ) -> Any:
-            if func is np.copy and not kwargs and len(args) == 1 and args[0].nbytes > SMALL:
-                try:
-                    return arrays.copy(args[0])
-                except OSError as error:  # of a full disk
-                    logger.info("a tensor is unpacked in memory: %s", error)
+            if func is np.copy and not kwargs and len(args) == 1:
+                return arrays.copy(args[0])
             return super().__array_function__(func, types, args, kwargs)
 
     def dequantize(*given: Any, **options: Any) -> Any:
@@ -136,13 +145,9 @@ def widened_on_disk(arrays: DiskArrays) -> Iterator[None]:
         ) -> Any:
             made = func(*args, **(kwargs or {}))
             widened = func is Tensor.to and made.dtype == torch.float32 and args[0].itemsize == 2
-            if not widened or made.device.type != "cpu" or made.nbytes <= SMALL:
+            if not widened or made.device.type != "cpu":
                 return made
-            try:
-                return torch.from_numpy(arrays.copy(made.numpy()))
-            except OSError as error:  # of a full disk
-                logger.info("a tensor is made in memory: %s", error)
-                return made
+            return torch.from_numpy(arrays.copy(made.numpy()))
 
     os.environ[ALONE] = "1"
     try:
