@@ -59,10 +59,7 @@ def write_answers(
         terms = Terms(ends, sampling=question.sampling)
         stream = (question.seed, question.number)
         scheduler.admit(Text(question.number, max_new_tokens, terms, prompt=question.tokens, stream=stream))
-    answers: dict[int, list[int]] = {question.number: [] for question in questions}
-    for text, tokens in scheduler.run():
-        answers[text.number] += tokens
+    for text, _ in scheduler.run():
         if text.done:
             complete = text.stats.finish_reason == "stop"
-            answer = answers.pop(text.number)
-            yield Answer(text.number, answer[:-1] if complete else answer, complete)
+            yield Answer(text.number, text.new_tokens[:-1] if complete else text.new_tokens, complete)
