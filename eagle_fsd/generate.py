@@ -31,7 +31,7 @@ from eagle_fsd.cli.mistakes import (
     report_mistake,
     run_on_stdout,
 )
-from eagle_fsd.cli.prompt_arguments import prompt_of, read_prompt_arguments
+from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_arguments
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import (
@@ -190,7 +190,7 @@ def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> 
         try:
             encoded.append(encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args))
         except ValueError as error:
-            raise ValueError(str(error) if name == "the prompt" else f"{name}: {error}") from error
+            raise ValueError(error_in(name, error)) from error
         remaining_positions(model.target, name, encoded[-1].shape[1])
     return encoded
 
@@ -220,7 +220,7 @@ def answer_prompts(
             answer = answer_prompt(model, prompt, args, of_prompt, out, adapter)
         except UserError as error:
             name = prompt_of(args, number - 1, len(prompts))
-            raise UserError(str(error) if name == "the prompt" else f"{name}: {error}") from error
+            raise UserError(error_in(name, error)) from error
         if args.batch_size > 1:  # a lone prompt of a file, whose other answers have their numbers
             answer.number = args.skip * args.num_return_sequences + number
         if args.tp_plan is not None:

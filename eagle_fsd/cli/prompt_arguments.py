@@ -9,6 +9,8 @@ from pathlib import Path
 from eagle_fsd.core.checks import require_integer, require_utf8
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
+ALONE = "the prompt"  # what messages call a prompt that is the only one
+
 
 def read_piped() -> bytes:
     """Return what is piped into the program: nothing from a terminal, or from a stdin that cannot be read."""
@@ -54,4 +56,9 @@ def prompt_of(args: argparse.Namespace, place: int, answers: int) -> str:
     """
     copies = args.num_return_sequences
     count = args.skip + answers // copies
-    return f"prompt {args.skip + place // copies + 1} of {count}" if count > 1 else "the prompt"
+    return f"prompt {args.skip + place // copies + 1} of {count}" if count > 1 else ALONE
+
+
+def error_in(name: str, error: Exception) -> str:
+    """Return what went wrong with a prompt, which is named if it is one of several. name: of `prompt_of`."""
+    return str(error) if name == ALONE else f"{name}: {error}"
