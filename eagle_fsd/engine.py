@@ -231,9 +231,9 @@ class EagleFSD:
         ends = end_token_ids(self.target, settled.eos_token_id)
         found = Prompts.from_lists(self.target, prompts, settled.max_new_tokens, ends)
         found = found.repeated(settled.num_return_sequences)
-        request = self._request(settled, found, batch_size)
-        shrinks = settled.tree is None
-        return TextStream(self.target, self.drafter, request, settled.seed, batch_size, shrinks)
+        rows = min(batch_size, len(found))
+        request = self._request(settled, found, rows)
+        return TextStream(self.target, self.drafter, request, settled.seed, rows, settled.tree is None)
 
     def target_alone(
         self,

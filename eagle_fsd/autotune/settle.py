@@ -94,8 +94,7 @@ class Settler:
         rule, tree = Lossless() if rule is None else rule, tree or TreeConfig()
         self.require_rule(rule)
         if isinstance(tree, AutoTree):
-            rows = min(together or len(prompts), len(prompts))
-            setting = (sampling, rows, prompts.context, prompts.rows[:4])
+            setting = (sampling, together or len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree
             plans = isinstance(rule, Fuzzy) and rule.price > 0
             holds = calibrated is None or (plans and calibrated.holds(tree))

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.randomness.streams import Seed, row_streams
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.request import Request, Text, TokenLogprob
+from eagle_fsd.decoding.request import INTERRUPTED, Request, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import SLICE, Scheduler
 from eagle_fsd.decoding.workspace import settle_seed
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.target.model import TargetModel
 
 KEPT = 8192  # tokens of read prompts that later ones may begin with: a task's examples, a long system prompt
-INTERRUPTED = "interrupted"  # the finish reason of a text that was ended
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class FinishedText:
 class TextStream:
     """The texts of many prompts: iterating yields each when it ends, so that short ones overtake long ones.
 
-    batch_size: how many are decoded together. crowded: whether drafts may shrink where a text gets the same
+    rows: how many are decoded together. crowded: whether drafts may shrink where a text gets the same
     tokens with any tree; see TreeConfig.for_many. tree, rule, seed: see GenerationOutput. Leaving the loop
     leaves the rest undone: nothing runs between two texts.
     """
@@ -55,10 +54,9 @@ class TextStream:
         drafter: DrafterSpec | None,
         request: Request,
         seed: Seed | None,
-        batch_size: int,
+        rows: int,
         crowded: bool = False,
     ) -> None:
-        rows = min(batch_size, len(request.prompts))
         self.tree, self.rule, greedy = request.tree, request.rule, request.sampling.greedy
         seed = settle_seed(seed, greedy, target.ranks)
         self.seed = None if greedy else seed

@@ -20,7 +20,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.request import Text, TokenLogprob
+from eagle_fsd.decoding.request import INTERRUPTED, Text, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class BatchStream:
         if not close_quietly(self.steps):
             return
         for stats in self.stats:
-            stats.finish_reason = stats.finish_reason or "interrupted"
+            stats.finish_reason = stats.finish_reason or INTERRUPTED
 
     def __enter__(self) -> BatchStream:
         return self

@@ -17,7 +17,8 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
 from eagle_fsd.target.model import TargetModel
 
-FAILED = "failed"  # the finish reason of a text whose options leave it no token
+# Finish reasons: of a text whose options leave it no token, and of one that was ended from outside.
+FAILED, INTERRUPTED = "failed", "interrupted"
 
 
 class Observer(Protocol):
