@@ -1,8 +1,8 @@
 """Let transformers make the float32 weights of a large target on disk: in memory they would take too much.
 
-They are made from the blocks of a .gguf file or from a checkpoint in 16 bits, one tensor after the other. Here
-each tensor is a part of a file that has no name and disappears with the last of them. The file is mapped into
-memory, which the system takes back where it is short.
+They are made from the blocks of a .gguf file or from a checkpoint in 16 bits, one tensor after the other.
+Here each tensor is a part of a file that has no name and disappears with the last of them. The file is mapped
+into memory, which the system takes back where it is short.
 """
 
 from __future__ import annotations
