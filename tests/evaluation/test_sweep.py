@@ -21,7 +21,7 @@ from eagle_fsd.core.config import PAPER
 from eagle_fsd.evaluation.commands import sweep as script
 from eagle_fsd.evaluation.commands.sweep import GRIDS
 from eagle_fsd.evaluation.measure import sweep
-from eagle_fsd.evaluation.measure.observers import DistanceMeter
+from eagle_fsd.evaluation.measure.observers import DistanceMeter, likelihoods
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, encoded, run, turns
 from eagle_fsd.evaluation.rows import read_raw_rows, read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
@@ -117,6 +117,20 @@ def test_the_law_is_summed_over_the_tokens_that_were_emitted(tmp_path: Path) -> 
     found = meter.row(0)["law"]
     assert found["tv"] == pytest.approx(wanted["tv"], rel=1e-4) and found["tv"] > 0.1
     assert found["kl"] == pytest.approx(wanted["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("expected", [(), (Fuzzy(0.3),)], ids=["own texts", "same trees"])
+def test_log_p_is_a_plain_forwards(expected: tuple[AcceptanceRule, ...], tmp_path: Path) -> None:
+    """The verified trees say it, also of rows that end before others, or in the middle of a step."""
+    model, asked = engine(), questions(5)
+    rule = Lossless(share_noise=False) if expected else Fuzzy(0.6)
+    run(model, cells(asked, rule), tmp_path / "r.jsonl", 3, {}, expected)
+    rows = {row["sample"]: row for row in read_rows(tmp_path / "r.jsonl")}
+    texts = [rows[sample.id]["token_ids"] for sample in asked.samples]
+    assert len({len(text) for text in texts}) > 1
+    wanted = likelihoods(model.target, asked.prompts, texts)
+    found = [rows[sample.id]["log_p"] for sample in asked.samples]
+    assert found == pytest.approx(wanted, rel=1e-4)
 
 
 def test_greedy_rows_have_no_kl_where_it_is_infinite(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, choic
 from eagle_fsd.acceptance.output_distribution import output_distribution
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import FIRST_FAILURE
+from eagle_fsd.core.long_rows import logsumexp
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.decoding.prompts.prefill import read_prompts
 from eagle_fsd.target.model import TargetModel
@@ -33,22 +34,41 @@ from eagle_fsd.target.session import TargetSession
 
 
 class Meter(ABC):
-    """An observer of a batch, with fields of each row's JSON object. seconds: what observing it took."""
+    """An observer of a batch, with fields of each row's JSON object. seconds: what observing it took.
 
-    seconds = 0.0
+    tokens: by row, how many it has got so far.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.seconds = 0.0
+        self.tokens = [0] * rows
+        self._log_p = torch.zeros(rows, dtype=torch.float64)
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         start = time.perf_counter()
         self.see(verified, verdict, emitted)
+        self._log_p[list(emitted)] += emitted_log_p(verified, verdict, emitted).cpu()
+        for row, count in emitted.items():
+            self.tokens[row] += count
         self.seconds += time.perf_counter() - start
 
     @abstractmethod
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        """Look at a step. emitted: by row, how many tokens the step gave it."""
+        """Look at a step. emitted: by row, how many tokens the step gives it; `tokens` lacks them yet."""
 
-    @abstractmethod
     def row(self, row: int) -> dict[str, Any]:
-        """Return what a row's JSON object says."""
+        """Return what a row's JSON object says: log_p per token at temperature 1, null without tokens."""
+        count = self.tokens[row]
+        return {"log_p": float(self._log_p[row]) / count if count else None}
+
+
+def emitted_log_p(verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> Tensor:
+    """Return the sum of raw log p [B] of the tokens that a step gives its rows, float64."""
+    path, tokens = verdict.path.clamp(min=0), verdict.tokens.clamp(min=0)  # [B, D + 1] each
+    log_p = verified.logits[verified.rows, path, tokens] - logsumexp(verified.logits)[..., 0].gather(1, path)
+    counts = torch.tensor(list(emitted.values()), device=path.device)
+    given = torch.arange(path.shape[1], device=path.device) < counts[:, None]
+    return torch.where(given, log_p.double(), 0.0).sum(1)
 
 
 class DistanceMeter(Meter):
@@ -59,17 +79,16 @@ class DistanceMeter(Meter):
     """
 
     def __init__(self, mode: str, rows: int) -> None:
+        super().__init__(rows)
         self.mode = mode
         self.sums = torch.zeros(rows, 2, dtype=torch.float64)
         self.fuzzy_at: list[list[int]] = [[] for _ in range(rows)]
-        self._tokens = [0] * rows
 
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         for row, nodes in zip(emitted, verdict.fuzzy.tolist(), strict=True):
-            start, count = self._tokens[row], emitted[row]
+            start, count = self.tokens[row], emitted[row]
             # A node's token is emitted in its parent's context, so that the root has no part in it.
             self.fuzzy_at[row] += [start + place for place, fuzzy in enumerate(nodes[1 : count + 1]) if fuzzy]
-            self._tokens[row] += count
         if verdict.chances is None:
             return
         r = output_distribution(verified, verdict.chances, verdict.weak, self.mode)
@@ -82,7 +101,8 @@ class DistanceMeter(Meter):
     def row(self, row: int) -> dict[str, Any]:
         """Return the sums of a row as JSON can hold them: an infinite KL is null."""
         kl, tv = self.sums[row].tolist()
-        return {"law": {"kl": kl if math.isfinite(kl) else None, "tv": tv}, "fuzzy_at": self.fuzzy_at[row]}
+        law = {"kl": kl if math.isfinite(kl) else None, "tv": tv}
+        return {**super().row(row), "law": law, "fuzzy_at": self.fuzzy_at[row]}
 
 
 class Expected(NamedTuple):
@@ -121,6 +141,7 @@ class StepMeter(Meter):
                     f"rule is {describe(rule)}: max_consecutive and exact_prefix depend on what was accepted "
                     "before, which lossless texts do not say; leave them out, or sweep without --same-trees"
                 )
+        super().__init__(rows)
         self.rules = rules
         self.sums = torch.zeros(rows, len(rules), 3, dtype=torch.float64)
 
@@ -134,7 +155,7 @@ class StepMeter(Meter):
         for rule, (tokens, tv, kl) in zip(self.rules, self.sums[row].tolist(), strict=True):
             law = {"tv": tv, "kl": kl if math.isfinite(kl) else None}
             found.append({"rule": describe(rule), "new_tokens": tokens, "law": law})
-        return {"expected": found}
+        return {**super().row(row), "expected": found}
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import name_rule
-from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, StepMeter, likelihoods
+from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, StepMeter
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
@@ -193,7 +193,6 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
         observer=meter,
     )
     seconds = (output.stats[0].seconds - meter.seconds) / len(places)  # a batch's rows share its time
-    log_p = likelihoods(engine.target, prompts, output.new_tokens)
     for row, (place, tokens, stats) in enumerate(zip(places, output.new_tokens, output.stats, strict=True)):
         sample = questions.samples[place]
         text = engine.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -207,6 +206,5 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
             **{name: getattr(stats, name) for name in COUNTED},
             "seconds": seconds,
             **meter.row(row),
-            "log_p": log_p[row],
             "scores": questions.task.score(sample.reference, text),
         }
