@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.randomness.streams import Seed, row_streams
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.request import INTERRUPTED, Request, Text, TokenLogprob
-from eagle_fsd.decoding.scheduler import SLICE, Scheduler
+from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.workspace import settle_seed
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.target.model import TargetModel
@@ -69,14 +68,12 @@ class TextStream:
         self._pending, self._rows = deque(texts), rows
         self._begun: dict[Text, tuple[float, dict[str, float]]] = {}  # the clock and the watch at that time
         shrinks = crowded and target.device.type == "cpu" and not target.ranks.several
-        self._scheduler = Scheduler(
+        self._scheduler = Scheduler.for_many(
             target,
             drafter,
             request.tree,
             rows,
-            max(1, rows // 8),  # so the batch stays full, and few forwards read prompts
-            self._watch,
-            forward_size(SLICE, target.device),
+            watch=self._watch,
             prefix_tokens=KEPT,
             observer=request.observer,
             crowded=request.tree.for_many(rows) if shrinks else None,
@@ -123,8 +120,7 @@ class TextStream:
         This may follow a step that raised, as a Ctrl-C does: those that ended in it are returned as well.
         """
         self._pending.clear()
-        self._scheduler.waiting.clear()
-        self._scheduler.reading = self._scheduler.batch = None  # nothing goes on, not even what they keep
+        self._scheduler.abandon()
         ended = list(self._begun)
         for text in ended:
             if not text.done:

@@ -8,33 +8,31 @@ rounding of kernels that see other rows beside it.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import ran_out_of_memory
+from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import step
 from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
-from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED
-from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, count_agreed, host_tokens
+from eagle_fsd.decoding.prompts.prefill import LISTED
+from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.steps.trees import StepTrees
 from eagle_fsd.decoding.workspace import Workspace, Workspaces
-from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, Resumable
-from eagle_fsd.runtime.kv_cache import SavedRow
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
-logger = logging.getLogger(__name__)
 CANCELLED = "cancelled"  # the finish reason of a retired text
 SLICE = 256  # prompt tokens between two steps
 LOOKED_AT = 8  # waiting texts that may overtake; a long prompt is compared with all kept texts
@@ -85,7 +83,17 @@ class Scheduler:
         self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
         self.prefixes = PrefixCache(prefix_tokens)
         self._unkept: set[Text] = set()  # texts in the batch that have not been offered to the prefix cache
-        self._needs = Needs()  # the drafter's, once one is made
+
+    @classmethod
+    def for_many(
+        cls, target: TargetModel, drafter: DrafterSpec | None, tree: TreeConfig, rows: int, **keywords: Any
+    ) -> Scheduler:
+        """Return a scheduler of many texts that nobody waits for one by one.
+
+        Their prompts are read in small groups, so that the batch stays full and few forwards read prompts.
+        """
+        slice_tokens = forward_size(SLICE, target.device)
+        return cls(target, drafter, tree, rows, max(1, rows // 8), slice_tokens=slice_tokens, **keywords)
 
     def admit(self, text: Text) -> None:
         """Add a text to those that wait for a place.
@@ -115,6 +123,11 @@ class Scheduler:
             read = stopped.prompts[0][: stopped.shown]
             self._keep(read, stopped.workspace.session, stopped.workspace.drafter, 0)
         self._release()
+
+    def abandon(self) -> None:
+        """Drop all texts as they are, also after a step that raised, and keep nothing of them."""
+        self.waiting.clear()
+        self.reading = self.batch = None
 
     @property
     def decoding(self) -> list[Text]:
@@ -191,7 +204,7 @@ class Scheduler:
         """Return those of the next texts that have at most this many tokens to read."""
 
         def short(text: Text) -> bool:
-            found = None if len(text.prompt) <= most else self._find_prefix(text)
+            found = None if len(text.prompt) <= most else self.prefixes.find(text.prompt)
             return len(text.prompt) - (0 if found is None else found[1]) <= most
 
         return [text for text in islice(self.waiting, LOOKED_AT) if short(text)] if self._free else []
@@ -208,7 +221,7 @@ class Scheduler:
             if self.batch is not None and self.reading is None:
                 self.batch.drop_done_rows()  # it may wait for long, and takes nobody's place till then
             return None
-        found = self._find_prefix(waiting[0])
+        found = self.prefixes.find(waiting[0].prompt)
         if found is not None:
             self.prefixes.use(found[0])  # now: it may yet be dropped to make room for more texts
         count = 1
@@ -217,7 +230,7 @@ class Scheduler:
             prompts = unique_prompts(more)
             if len(prompts) > 1:
                 whole = len(prompts) * max(map(len, prompts))
-                if whole > most or found is not None or self._find_prefix(more[-1]) is not None:
+                if whole > most or found is not None or self.prefixes.find(more[-1].prompt) is not None:
                     break  # it is read for itself
             if not self._fits(more):
                 break
@@ -234,7 +247,7 @@ class Scheduler:
         """Return a workspace of `rows` rows with memory for `tokens` tokens each; it can grow later."""
         most = max(map(longest, texts))
         made = self._workspaces.take(rows, tokens, most, self.tree, self.drafter)
-        self._needs = made.drafter.needs
+        self.prefixes.read_anyway = LISTED if made.drafter.needs.next_tokens else 1
         return made
 
     def _join(self, joining: Batch) -> None:
@@ -245,7 +258,9 @@ class Scheduler:
         else:
             self.batch.join(joining)
         for text in joining.texts:
-            if self._saves_reading(text):
+            if self.prefixes.saves_reading(
+                text.prompt, [one.prompt for one in islice(self.waiting, self.rows)]
+            ):
                 row = self.batch.texts.index(text)
                 self._keep(text.prompt, self.batch.target, self.batch.drafter, row)
 
@@ -302,48 +317,9 @@ class Scheduler:
         self.prefixes.shrink(limit - now)
         return True
 
-    def _find_prefix(self, text: Text) -> tuple[KeptText, int] | None:
-        """Return a kept text that the prompt begins with, and how many of its tokens need not be read."""
-        # One token is read in any case, and so are those whose next-token lists the drafter needs.
-        return self.prefixes.find(text.prompt, len(text.prompt) - (LISTED if self._needs.next_tokens else 1))
-
-    def _saves_reading(self, read: Text) -> bool:
-        """Return whether one of the next prompts goes on from a prompt that was read, and from no kept text.
-
-        So of texts that arrive together, a long beginning that they share is read once.
-        """
-        if not self.prefixes.limit:
-            return False
-        tokens = host_tokens(read.prompt)
-        for text in islice(self.waiting, self.rows):
-            agreed = count_agreed(tokens, host_tokens(text.prompt))
-            if agreed < SHARED:
-                continue
-            found = self._find_prefix(text)
-            if found is None or agreed - found[1] >= SHARED:
-                return True
-        return False
-
     def _keep(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
         """Keep a row's text, of these tokens, if there is room for it and other texts can go on from it."""
-        if not self.prefixes.limit or session.cache.row_lengths[row] != len(tokens) - 1:
-            return
-        if drafter.needs.features and not isinstance(drafter, Resumable):
-            return
-        try:
-            self._save(tokens, session, drafter, row)
-        except (MemoryError, RuntimeError) as error:
-            if not ran_out_of_memory(error):
-                raise
-            logger.info("a text is not kept for prompts that begin like it: %s", one_line(error, 100))
-
-    def _save(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
-        drafted: tuple[SavedRow, ...] | None = None
-        if isinstance(drafter, Resumable) and (drafted := drafter.save_row(row, len(tokens))) is None:
-            return
-        slots, room = self.budget.of_tokens(len(tokens)), self.prefixes.limit
+        room = self.prefixes.limit
         if self.budget.limit is not None:
             room = self.budget.limit - self.budget.of_batches_now(self._running, self._being_read)
-        if self.prefixes.prepare(tokens, slots, room):
-            saved = session.save_row(row, len(tokens) - 1)
-            self.prefixes.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))
+        self.prefixes.keep(tokens, self.budget.of_tokens(len(tokens)), room, session, drafter, row)

@@ -356,7 +356,7 @@ def test_what_all_prompts_begin_with_is_read_once(name: str, monkeypatch: pytest
 def test_what_waiting_prompts_begin_with_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds of prompts take turns; none of their texts has ended when the next one is read."""
     monkeypatch.setattr(prefix_cache, "LEAST", 4)
-    monkeypatch.setattr("eagle_fsd.decoding.scheduler.SHARED", 10)
+    monkeypatch.setattr("eagle_fsd.decoding.prompts.prefix_cache.SHARED", 10)
     monkeypatch.setattr(prefill_module, "LISTED", 2)
     monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 2)
     starts, ends = prompts_of([24, 18], seed=1), prompts_of([3, 7, 2, 5, 4, 6], seed=2)
@@ -640,10 +640,11 @@ def test_a_kept_text_that_another_begins_with_adds_nothing() -> None:
     assert add(range(40)) and not add(range(30)) and not add(range(40)) and not add(range(7))
     assert add(range(60)) and add([*range(20), *range(20)])
     assert [len(kept.tokens) for kept in prefixes.texts] == [60, 40]
-    found = prefixes.find([*range(20), 0, 9], 100)
+    found = prefixes.find([*range(20), 0, 9])
     assert found is not None and (len(found[0].tokens), found[1]) == (40, 21)
-    assert prefixes.find(range(55), 30) == (prefixes.texts[0], 30)
-    assert prefixes.find(range(1, 50), 100) is None and prefixes.find(range(15), 100) is None
+    assert prefixes.find(range(1, 50)) is None and prefixes.find(range(15)) is None
+    prefixes.read_anyway = 25
+    assert prefixes.find(range(55)) == (prefixes.texts[0], 30)
     assert not add(range(1, 1002))
 
 

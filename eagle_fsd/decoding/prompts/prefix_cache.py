@@ -7,15 +7,21 @@ depend on these tokens alone, so a prompt may go on from any of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.devices import ran_out_of_memory
+from eagle_fsd.decoding.prompts.prefill import SHARED
+from eagle_fsd.drafting.drafter import Drafter, Resumable
 from eagle_fsd.runtime.kv_cache import SavedRow
+from eagle_fsd.target.session import TargetSession
 
+logger = logging.getLogger(__name__)
 LEAST = 16  # tokens that a prompt must share with a kept text; reading fewer is faster than copying them
 
 
@@ -35,12 +41,13 @@ class KeptText:
 class PrefixCache:
     """Kept texts, in the order of their last use.
 
-    limit: the slots that all of them may take; 0 keeps none.
+    limit: the slots that all of them may take; 0 keeps none. read_anyway: how many tokens at the end of a
+    prompt are read in any case: one, or those whose next-token lists the drafter needs.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, read_anyway: int = 1) -> None:
         require_integer("prefix_tokens", limit, 0, "0 keeps no text")
-        self.limit = limit
+        self.limit, self.read_anyway = limit, read_anyway
         self.texts: list[KeptText] = []
 
     @property
@@ -48,14 +55,14 @@ class PrefixCache:
         """The slots that the kept texts take."""
         return sum(kept.slots for kept in self.texts)
 
-    def find(self, prompt: Sequence[int], most: int) -> tuple[KeptText, int] | None:
-        """Return the kept text whose first tokens agree longest with the prompt's, and how many do.
+    def find(self, prompt: Sequence[int]) -> tuple[KeptText, int] | None:
+        """Return the kept text that begins most like a prompt, and how many tokens need not be read.
 
-        most: how many may be taken over at most. None: no text shares at least LEAST tokens.
+        None: no text begins with at least LEAST of the prompt's tokens.
         """
         if not self.texts:
             return None
-        tokens, best, length = host_tokens(prompt), None, LEAST - 1
+        tokens, best, length, most = host_tokens(prompt), None, LEAST - 1, len(prompt) - self.read_anyway
         for kept in self.texts:
             if (agreed := min(count_agreed(kept.tokens, tokens), most)) > length:
                 best, length = kept, agreed
@@ -64,6 +71,52 @@ class PrefixCache:
     def use(self, kept: KeptText) -> None:
         """Note that a text is used now."""
         self.texts = [*(one for one in self.texts if one is not kept), kept]
+
+    def saves_reading(self, read: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+        """Return whether one of these prompts goes on from a prompt that was read, and from no kept text.
+
+        So of texts that arrive together, a long beginning that they share is read once.
+        """
+        if not self.limit:
+            return False
+        tokens = host_tokens(read)
+        for prompt in prompts:
+            agreed = count_agreed(tokens, host_tokens(prompt))
+            if agreed < SHARED:
+                continue
+            found = self.find(prompt)
+            if found is None or agreed - found[1] >= SHARED:
+                return True
+        return False
+
+    def keep(
+        self,
+        tokens: Sequence[int],
+        slots: int,
+        room: int,
+        session: TargetSession,
+        drafter: Drafter,
+        row: int,
+    ) -> None:
+        """Keep a row's text, of these tokens, if there is room for it and other texts can go on from it.
+
+        slots: that it takes. room: the slots that all kept texts may take now.
+        """
+        if not self.limit or session.cache.row_lengths[row] != len(tokens) - 1:
+            return
+        if drafter.needs.features and not isinstance(drafter, Resumable):
+            return
+        drafted: tuple[SavedRow, ...] | None = None
+        try:
+            if isinstance(drafter, Resumable) and (drafted := drafter.save_row(row, len(tokens))) is None:
+                return
+            if self.prepare(tokens, slots, room):
+                saved = session.save_row(row, len(tokens) - 1)
+                self.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            logger.info("a text is not kept for prompts that begin like it: %s", one_line(error, 100))
 
     def prepare(self, tokens: Sequence[int], slots: int, room: int) -> bool:
         """Make room for a text, and return whether it is to be added.

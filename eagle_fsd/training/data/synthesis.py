@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.devices import forward_size
 from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import SLICE, Scheduler
+from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.target.model import TargetModel
 
 
@@ -52,9 +51,7 @@ def write_answers(
     require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
     require_integer("rows", rows, 1, "64 suits a CPU")
     ends = tuple(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    # Prompts join in small groups, so that the pool stays full and few forwards read prompts.
-    group, slices = max(1, rows // 8), forward_size(SLICE, target.device)
-    scheduler = Scheduler(target, None, TreeConfig(1), rows, group, slice_tokens=slices)
+    scheduler = Scheduler.for_many(target, None, TreeConfig(1), rows)
     for question in sorted(questions, key=lambda question: len(question.tokens)):
         terms = Terms(ends, sampling=question.sampling)
         stream = (question.seed, question.number)
