@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eagle_fsd.core.stats import GenerationStats
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.decoding.outputs import GenerationOutput
+    from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
     from eagle_fsd.decoding.steps.failures import NonFiniteLogits
     from eagle_fsd.drafting.eagle_config import HeadConfig
     from eagle_fsd.drafting.eagle_head import DraftHead
@@ -42,6 +43,7 @@ _HOMES = {
     "LoadOptions": "hub.loading.options",
     "Lossless": "acceptance.accept",
     "NonFiniteLogits": "decoding.steps.failures",
+    "PromptCache": "decoding.prompts.prompt_cache",
     "SamplingConfig": "core.config",
     "TreeConfig": "core.config",
     "Typical": "acceptance.other_rules",
@@ -60,6 +62,7 @@ __all__ = [
     "LoadOptions",
     "Lossless",
     "NonFiniteLogits",
+    "PromptCache",
     "SamplingConfig",
     "TreeConfig",
     "Typical",

@@ -19,7 +19,13 @@ from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.arguments import check_early
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, as_utf8, read_messages
 from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
-from eagle_fsd.cli.flags.parser import add_generation_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.flags.parser import (
+    add_generation_flags,
+    add_prefix_flag,
+    add_verbose_flag,
+    check_prefix_flag,
+    new_parser,
+)
 from eagle_fsd.cli.flags.processing import add_template_flag, with_bad_words
 from eagle_fsd.cli.mistakes import UserError, explain_lack_of_memory, raise_user_errors, run_on_stdout
 from eagle_fsd.cli.ranks import on_every_rank
@@ -48,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("chat")
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
     add_template_flag(group)
+    add_prefix_flag(group)
     group.add_argument(
         "--no-colour", "--no-color", dest="colour", action="store_false", help="colour nothing (NO_COLOR too)"
     )
@@ -74,9 +81,11 @@ class Chat:
         adapter: HeadAdapter | None = None,
     ) -> None:
         from eagle_fsd.core.randomness.streams import fresh_seed
+        from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 
         self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
         self.adapter = adapter
+        self.kept = PromptCache(conversation.args.prefix_tokens)
         # Settled with the first answer, since measuring takes long: with a quality budget, and without.
         self.trees: dict[bool, TreeConfig] = {}
         ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
@@ -98,7 +107,9 @@ class Chat:
         options = replace(options, seed=[(self.seed, self.number)])
         by_budget = isinstance(options.rule, AutoThreshold)
         tree = self.trees.get(by_budget, options.tree)
-        options = replace(options, observer=origins if self.coloured else None, tree=tree)
+        options = replace(
+            options, observer=origins if self.coloured else None, tree=tree, prompt_cache=self.kept
+        )
         input_ids = encode_chat(self.model.tokenizer, turns, args.chat_template_args)
         written = StreamedText(self.model.tokenizer, options.stops)
         answer: Answer | None = None
@@ -180,6 +191,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         if args.system is not None:
             args.system = as_utf8("--system", args.system)
         check_adaptation(args)
+        check_prefix_flag(args)
         check_early(args)
         begin_early(args)
         conversation = Conversation(args)

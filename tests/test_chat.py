@@ -328,12 +328,36 @@ def test_neither_bytes_nor_characters_outside_an_encoding_end_the_chat(
     assert "--system has the byte 0xe9" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--threshold", "--prefix-tokens"])
 def test_mistakes_in_the_flags_end_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert say(monkeypatch, "", "--threshold", "-1") == 2
+    assert say(monkeypatch, "", flag, "-1") == 2
     told = capsys.readouterr().err
-    assert "error: --threshold is -1" in told and told.count("\n") == 1
+    assert f"error: {flag} is -1" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("kept", [0, 8192])
+def test_a_turn_reads_only_what_is_new(
+    kept: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read: list[int] = []
+    plain, target = TargetSession.prefill, tiny_engine().target
+
+    def counted(session: TargetSession, tokens: Tensor, counts: list[int]) -> Tensor:
+        if session.target is target:
+            read.append(sum(counts))
+        return plain(session, tokens, counts)
+
+    monkeypatch.setattr(TargetSession, "prefill", counted)
+    assert say(monkeypatch, "Hi\nWhy is it so?\n", "--prefix-tokens", str(kept)) == 0
+    first, second = read
+    answer = text_alone(chat_ids(), max_new_tokens=15)
+    turns = [turn("user", "Hi"), turn("assistant", answer), turn("user", "Why is it so?")]
+    whole = len(chat_ids(turns)) - 1
+    assert first == len(chat_ids()) - 1
+    assert capsys.readouterr().out == f"{answer}\n{text_alone(chat_ids(turns), max_new_tokens=15)}\n"
+    assert second <= whole - first if kept else second == whole  # the answer may be spelled otherwise
 
 
 def test_messages_of_several_lines() -> None:

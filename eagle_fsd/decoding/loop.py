@@ -22,6 +22,7 @@ from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.logits.shared_noise import draft_noise
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
+from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
 from eagle_fsd.decoding.request import Request, Text
 from eagle_fsd.decoding.steps.emission import Step, emit_or_fail, note_logprobs, to_host
 from eagle_fsd.decoding.steps.rules import Group, apply_rules, show
@@ -39,24 +40,44 @@ def decode(
     watch: Stopwatch,
     accept_step: AcceptStep | None = None,
     texts_made: list[Text] | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> Generator[list[list[int]]]:
     """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done).
 
-    texts_made: the texts are added to it, for those who want more of them than their tokens.
+    texts_made: the texts are added to it, for those who want more of them than their tokens. prefixes: kept
+    texts, from one of which a single row goes on; its own is kept when it ends, unless by an error.
     """
     texts = request.texts(stats)
     if texts_made is not None:
         texts_made += texts
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
-        tokens = pad_right(request.prompts, 0).to(target.device)
-        batch.begin(texts, prefill(tokens, list(map(len, request.prompts)), target, drafter))
-    while batch.active:
-        emitted = step(batch)
-        yield [emitted.get(text, []) for text in texts]
-        for text in texts:
-            if text.failure is not None:
-                raise text.failure
+        if prefixes is not None:
+            roots, texts[0].reused = prefixes.read(request.prompts[0], target, drafter)
+        else:
+            tokens = pad_right(request.prompts, 0).to(target.device)
+            roots = prefill(tokens, list(map(len, request.prompts)), target, drafter)
+        batch.begin(texts, roots)
+    try:
+        while batch.active:
+            emitted = step(batch)
+            yield [emitted.get(text, []) for text in texts]
+            for text in texts:
+                if text.failure is not None:
+                    raise text.failure
+    except GeneratorExit:  # the caller leaves it between two steps
+        keep_text(batch, prefixes)
+        raise
+    keep_text(batch, prefixes)
+
+
+def keep_text(batch: Batch, prefixes: PrefixCache | None) -> None:
+    """Keep the text of a batch's only row; None keeps nothing."""
+    if prefixes is not None:
+        (text,) = batch.texts
+        shown = batch.target.cache.row_lengths[0] + 1  # the tokens of the last step were not
+        tokens = [*text.prompt, *text.new_tokens][:shown]
+        prefixes.keep(tokens, len(tokens), prefixes.limit, batch.target, batch.drafter, 0)
 
 
 def step(batch: Batch, keep_done: bool = False) -> dict[Text, list[int]]:

@@ -74,7 +74,7 @@ class TextStream:
             request.tree,
             rows,
             watch=self._watch,
-            prefix_tokens=KEPT,
+            prefix_tokens=request.prompt_cache or KEPT,
             observer=request.observer,
             crowded=request.tree.for_many(rows) if shrinks else None,
         )

@@ -26,6 +26,7 @@ from eagle_fsd.core.config import (
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.decoding.logits.constrained import require_ends
+from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper, end_token_ids
 from eagle_fsd.target.model import TargetModel
 
@@ -68,6 +69,8 @@ class GenerationOptions:
       Lark's language. All tokens that leave the form are ruled out at every node, for every rule, and an end
       token comes only where the form is complete.
     num_return_sequences: how many texts to sample for each prompt; they are neighbours in the batch.
+    prompt_cache: texts that are kept from one call to the next; a prompt that begins like one, such as the
+      next turn of a chat, is read from there on. See PromptCache.
     do_sample: as in Hugging Face: False is greedy, and True samples, at temperature 1 with top_k 50 where
       neither a field nor the model says otherwise. None: the temperature says it.
 
@@ -102,6 +105,7 @@ class GenerationOptions:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    prompt_cache: PromptCache | None = None
 
     @classmethod
     def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
@@ -133,6 +137,10 @@ class GenerationOptions:
             raise ValueError(
                 f"observer is {format_value(self.observer)}: it must be a function that is shown every step; "
                 "leave it out"
+            )
+        if not isinstance(self.prompt_cache, PromptCache | None):
+            raise ValueError(
+                f"prompt_cache is {format_value(self.prompt_cache)}: it must be a PromptCache; leave it out"
             )
         both = None not in (self.do_sample, self.temperature)
         if both and self.do_sample == (self.temperature == 0):
@@ -208,6 +216,7 @@ class GenerationOptions:
             processing=replace(self.processing, constraint=constraint),
             logprobs=self.logprobs,
             stoppers=stoppers,
+            prompt_cache=self.prompt_cache,
         )
 
     def require_different_texts(self, name: str = "num_return_sequences") -> None:

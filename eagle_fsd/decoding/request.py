@@ -15,6 +15,7 @@ from eagle_fsd.core.padding import as_ids, infer_mask, unpad
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
+from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.target.model import TargetModel
 
 # Finish reasons: of a text whose options leave it no token, and of one that was ended from outside.
@@ -253,7 +254,8 @@ class Request:
     """One batch to decode.
 
     prompts: the token ids of each, one at least; limits: the most new tokens of each. observer: sees every
-    step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none.
+    step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none. prompt_cache: of a single
+    text, or of the many of a stream.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -266,6 +268,7 @@ class Request:
     processing: Processing = UNPROCESSED
     logprobs: int | None = None
     stoppers: Sequence[Stopper] = ()
+    prompt_cache: PromptCache | None = None
 
     @property
     def longest_text(self) -> int:

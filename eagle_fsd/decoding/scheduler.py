@@ -23,8 +23,8 @@ from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import step
 from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
-from eagle_fsd.decoding.prompts.prefill import LISTED
 from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
+from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.steps.trees import StepTrees
@@ -46,8 +46,9 @@ class Scheduler:
     forwards. slice_tokens: the most prompt tokens that are read between two steps; None: whole prompts.
     cache_tokens: the most slots of the caches that all texts may take together, each with room for one
     token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
-    texts that have ended may keep, for prompts that begin like them; 0: none. observer: is shown every step;
-    it may be set and taken away between steps. crowded: trees for steps of many texts, see StepTrees.
+    texts that have ended may keep, for prompts that begin like them; 0: none. A PromptCache keeps them beyond
+    this scheduler. observer: is shown every step; it may be set and taken away between steps. crowded: trees
+    for steps of many texts, see StepTrees.
 
     Raises ValueError for numbers out of range.
     """
@@ -62,7 +63,7 @@ class Scheduler:
         watch: Stopwatch | None = None,
         slice_tokens: int | None = SLICE,
         cache_tokens: int | None = None,
-        prefix_tokens: int = 0,
+        prefix_tokens: int | PromptCache = 0,
         observer: Observer | None = None,
         crowded: Mapping[int, TreeConfig] | None = None,
     ) -> None:
@@ -81,7 +82,10 @@ class Scheduler:
         self.batch: Batch | None = None
         # An empty cache tells how many slots are allocated together.
         self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
-        self.prefixes = PrefixCache(prefix_tokens)
+        if isinstance(prefix_tokens, PromptCache):
+            self.prefixes = prefix_tokens.texts_of(target, self.drafter)
+        else:
+            self.prefixes = PrefixCache(prefix_tokens)
         self._unkept: set[Text] = set()  # texts in the batch that have not been offered to the prefix cache
 
     @classmethod
@@ -247,7 +251,7 @@ class Scheduler:
         """Return a workspace of `rows` rows with memory for `tokens` tokens each; it can grow later."""
         most = max(map(longest, texts))
         made = self._workspaces.take(rows, tokens, most, self.tree, self.drafter)
-        self.prefixes.read_anyway = LISTED if made.drafter.needs.next_tokens else 1
+        self.prefixes.expect(made.drafter)
         return made
 
     def _join(self, joining: Batch) -> None:

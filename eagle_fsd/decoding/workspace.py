@@ -149,8 +149,11 @@ class Workspaces:
         texts: see `decode`.
         """
         try:
-            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step, texts)
-            with contextlib.closing(decode(request, *parts)) as steps:
+            prefixes = None
+            if request.prompt_cache is not None and len(request.prompts) == 1:
+                prefixes = request.prompt_cache.texts_of(self.target, workspace.spec)
+            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
+            with contextlib.closing(decode(request, *parts, texts, prefixes)) as steps:
                 for step in steps:
                     yield step
                     if ended.is_set():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
 import pytest
 import torch
 from support.drafters import StandInSpec
-from support.eagle3 import eagle3_head
-from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
+from support.every_drafter import DRAFTERS, engine, every_drafter, target
+from support.tiny_models import VOCAB, prompts_of
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd import Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.padding import pad_right
@@ -27,16 +26,9 @@ from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
 from eagle_fsd.decoding.workspace import Workspace, make_workspace
-from eagle_fsd.drafting.draft_model import DraftModelSpec
-from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter, Resumable
-from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
-from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
-from eagle_fsd.drafting.lookup.text_memory import Sources
-from eagle_fsd.drafting.specs import spec_for
+from eagle_fsd.drafting.drafter import Resumable
 from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
 from eagle_fsd.runtime.kv_cache import SavedRow
-from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 TREE = TreeConfig(8, 3, 3)
@@ -47,48 +39,6 @@ TERMS = (
     Terms((3, 40), Lossless(), SamplingConfig(1.0)),
     Terms((), Fuzzy(0.4, "tv"), SamplingConfig(0.7)),
 )
-
-
-@cache
-def target(runtime: str = "torch") -> TargetModel:
-    if runtime == "torch":
-        return TargetModel(tiny_model())
-    pytest.importorskip("openvino", reason="the extra openvino is not installed")
-    return TargetModel(tiny_model(), runtime=OpenVINO("float32"))
-
-
-def eagle(runtime: str = "torch") -> DrafterSpec:
-    spec = spec_for(tiny_head(4), target(runtime), torch.float32)
-    assert spec is not None
-    return spec
-
-
-def eagle3() -> DrafterSpec:
-    spec = spec_for(eagle3_head(4), target(), torch.float32)
-    assert spec is not None
-    return spec
-
-
-# With all sources, the lists of the target's next tokens are shown to both.
-DRAFTERS: dict[str, Callable[[], DrafterSpec]] = {
-    "none": lambda: NoDrafter(VOCAB),
-    "eagle": eagle,
-    "eagle3": eagle3,
-    "draft model": lambda: DraftModelSpec.for_target(TargetModel(tiny_model("mistral", seed=5)), target()),
-    "lookup": lambda: LookupSpec.for_target(target(), worth=0.0),
-    "merged": lambda: MergedSpec.for_target(eagle(), target(), Sources()),
-    "openvino": lambda: eagle("openvino"),
-}
-# Graphs take seconds to compile.
-slowest = {"openvino": pytest.mark.slow}
-every_drafter = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slowest.get(name, ())) for name in DRAFTERS]
-)
-
-
-@cache
-def engine(name: str) -> EagleFSD:
-    return EagleFSD(target("openvino" if name == "openvino" else "torch"), DRAFTERS[name]())
 
 
 def text(number: int, prompt: Sequence[int], limit: int) -> Text:

@@ -16,6 +16,7 @@ from eagle_fsd.cli.flags.types import (
     OneLineParser,
     parse_auto_or,
 )
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import CHILDREN, MODES, AutoThreshold, TreeConfig
 from eagle_fsd.version import __version__
 
@@ -47,6 +48,23 @@ def new_parser(module: str, description: str, epilog: str) -> argparse.ArgumentP
     )
     parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
     return parser
+
+
+def add_prefix_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the flag of what a chat keeps between its turns."""
+    group.add_argument(
+        "--prefix-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens of ended texts that are kept, so that the next turn of a chat reads only what is new; 0 "
+        "keeps none (default: 8192)",
+    )
+
+
+def check_prefix_flag(args: argparse.Namespace) -> None:
+    """Raise ValueError for a number of tokens that cannot be kept."""
+    require_integer("--prefix-tokens", args.prefix_tokens, 0, "0 keeps no text")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from eagle_fsd.cli.flags.parser import add_prefix_flag, check_prefix_flag
 from eagle_fsd.core.checks import require_integer, require_number
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
@@ -55,14 +56,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens whose keys and values all texts may hold together, kept ones among them; texts wait for "
         "room (default: no limit)",
     )
-    group.add_argument(
-        "--prefix-tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="tokens of ended texts that are kept, so that the next turn of a chat reads only what is new; 0 "
-        "keeps none (default: 8192)",
-    )
+    add_prefix_flag(group)
     group.add_argument(
         "--request-timeout",
         type=float,
@@ -84,7 +78,7 @@ def check_server_flags(args: argparse.Namespace) -> None:
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
     if args.max_prompt_tokens is not None:
         require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
-    require_integer("--prefix-tokens", args.prefix_tokens, 0, "0 keeps no text")
+    check_prefix_flag(args)
     require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
     require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
     if args.cache_tokens is not None:  # a request that sets no limit must fit

@@ -8,6 +8,7 @@ depend on these tokens alone, so a prompt may go on from any of them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.devices import ran_out_of_memory
-from eagle_fsd.decoding.prompts.prefill import SHARED
+from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED, PromptReader
 from eagle_fsd.drafting.drafter import Drafter, Resumable
 from eagle_fsd.runtime.kv_cache import SavedRow
 from eagle_fsd.target.session import TargetSession
@@ -37,9 +38,16 @@ class KeptText:
     target: SavedRow
     drafter: tuple[SavedRow, ...] | None
 
+    def load(self, start: int, tokens: Tensor, session: TargetSession, drafter: Drafter) -> PromptReader:
+        """Let row 0 hold the first `start` tokens of a prompt [1, L], and return a reader of the others."""
+        session.load_row(0, self.target, start - 1)
+        if self.drafter is not None and isinstance(drafter, Resumable):
+            drafter.load_row(0, self.drafter, tokens[0, :start].tolist())
+        return PromptReader(tokens, session, drafter, start)
+
 
 class PrefixCache:
-    """Kept texts, in the order of their last use.
+    """Kept texts, in the order of their last use. Several threads may use them.
 
     limit: the slots that all of them may take; 0 keeps none. read_anyway: how many tokens at the end of a
     prompt are read in any case: one, or those whose next-token lists the drafter needs.
@@ -49,6 +57,7 @@ class PrefixCache:
         require_integer("prefix_tokens", limit, 0, "0 keeps no text")
         self.limit, self.read_anyway = limit, read_anyway
         self.texts: list[KeptText] = []
+        self._lock = threading.RLock()
 
     @property
     def slots(self) -> int:
@@ -70,7 +79,28 @@ class PrefixCache:
 
     def use(self, kept: KeptText) -> None:
         """Note that a text is used now."""
-        self.texts = [*(one for one in self.texts if one is not kept), kept]
+        with self._lock:
+            self.texts = [*(one for one in self.texts if one is not kept), kept]
+
+    def read(self, prompt: Sequence[int], session: TargetSession, drafter: Drafter) -> tuple[Tensor, int]:
+        """Read a prompt with an empty session of one row, from where it parts from the kept texts.
+
+        Returns its root [1], and how many tokens were not read.
+        """
+        self.expect(drafter)
+        tokens = host_tokens(prompt)[None].to(session.cache.device)
+        found = self.find(prompt)
+        if found is None:
+            reader = PromptReader(tokens, session, drafter)
+        else:
+            self.use(found[0])
+            reader = found[0].load(found[1], tokens, session, drafter)
+        reader.read(len(prompt))
+        return tokens[:, -1], 0 if found is None else found[1]
+
+    def expect(self, drafter: Drafter) -> None:
+        """Note what a drafter needs of the texts that it goes on from."""
+        self.read_anyway = LISTED if drafter.needs.next_tokens else 1
 
     def saves_reading(self, read: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
         """Return whether one of these prompts goes on from a prompt that was read, and from no kept text.
@@ -110,9 +140,10 @@ class PrefixCache:
         try:
             if isinstance(drafter, Resumable) and (drafted := drafter.save_row(row, len(tokens))) is None:
                 return
-            if self.prepare(tokens, slots, room):
-                saved = session.save_row(row, len(tokens) - 1)
-                self.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))
+            with self._lock:
+                if self.prepare(tokens, slots, room):
+                    saved = session.save_row(row, len(tokens) - 1)
+                    self.texts = [*self.texts, KeptText(host_tokens(tokens), slots, saved, drafted)]
         except (MemoryError, RuntimeError) as error:
             if not ran_out_of_memory(error):
                 raise
@@ -136,8 +167,9 @@ class PrefixCache:
 
     def shrink(self, slots: int) -> None:
         """Drop texts, the least recently used first, until the others take at most this many slots."""
-        while self.texts and self.slots > slots:
-            del self.texts[0]
+        with self._lock:
+            while self.texts and self.slots > slots:
+                self.texts = self.texts[1:]
 
 
 def host_tokens(tokens: Sequence[int]) -> Tensor:

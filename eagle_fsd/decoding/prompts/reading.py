@@ -15,7 +15,6 @@ from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill
 from eagle_fsd.decoding.prompts.prefix_cache import KeptText
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.workspace import Workspace
-from eagle_fsd.drafting.drafter import Resumable
 
 
 def unique_prompts(texts: Sequence[Text]) -> list[tuple[int, ...]]:
@@ -38,13 +37,11 @@ class Reading:
         session, drafter = workspace.session, workspace.drafter
         self.tokens = pad_right(self.prompts, 0).to(session.cache.device)
         self.roots: Tensor | None = None
-        if kept is not None:
-            session.load_row(0, kept.target, start - 1)
-            if kept.drafter is not None and isinstance(drafter, Resumable):
-                drafter.load_row(0, kept.drafter, self.prompts[0][:start])
         self.reader = None
-        if len(self.prompts) == 1:
-            self.reader = PromptReader(self.tokens, session, drafter, start)
+        if kept is not None:
+            self.reader = kept.load(start, self.tokens, session, drafter)
+        elif len(self.prompts) == 1:
+            self.reader = PromptReader(self.tokens, session, drafter)
 
     @property
     def wanted(self) -> bool:

@@ -1,0 +1,41 @@
+"""Texts that are kept from one call to the next, so that what the turns of a chat begin with is read once."""
+
+from __future__ import annotations
+
+import threading
+
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
+from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.target.model import TargetModel
+
+
+class PromptCache:
+    """Kept texts for `GenerationOptions.prompt_cache`, which is an argument of `EagleFSD.generate` as well.
+
+    A call with one text goes on from the kept text that its prompt begins most like, and keeps its own when
+    it ends; so does each text of `generate_many`. What is kept is of one target and one way to draft: others
+    that use the cache begin anew. Call `clear` after a change of the target's weights.
+
+    tokens: how many the kept texts may have together. The least recently used go first. Each takes the
+    memory of its keys and values. Raises ValueError if it is negative.
+    """
+
+    def __init__(self, tokens: int = 8192) -> None:
+        require_integer("tokens", tokens, 0, "0 keeps no text")
+        self.tokens = tokens
+        self._lock = threading.Lock()
+        self._models: tuple[TargetModel, DrafterSpec] | None = None
+        self._texts = PrefixCache(tokens)
+
+    def clear(self) -> None:
+        """Drop all texts, and the memory that they take."""
+        with self._lock:
+            self._models, self._texts = None, PrefixCache(self.tokens)
+
+    def texts_of(self, target: TargetModel, drafter: DrafterSpec) -> PrefixCache:
+        """Return the kept texts of these models, and drop those of others."""
+        with self._lock:
+            if self._models is None or self._models[0] is not target or self._models[1] != drafter:
+                self._models, self._texts = (target, drafter), PrefixCache(self.tokens)
+            return self._texts

@@ -1,0 +1,154 @@
+"""Texts that are kept between calls: the turns of a chat are what they are without, and less is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.every_drafter import engine, every_drafter
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, PromptCache, TreeConfig
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.decoding.prompts.prefill import LISTED
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+TREE = TreeConfig(8, 3, 3)
+START, *TURNS = prompts_of([70, 5, 1, 9], seed=3)
+WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_k": 12, "rule": Fuzzy(0.4)}]
+
+
+class ReadTokens:
+    """Counts the tokens that the target reads of prompts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, plain = 0, TargetSession.prefill
+
+        def counted(session: TargetSession, tokens: Any, counts: Sequence[int]) -> Any:
+            self.count += sum(counts)
+            return plain(session, tokens, counts)
+
+        monkeypatch.setattr(TargetSession, "prefill", counted)
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def ask(model: EagleFSD, prompt: Sequence[int], kept: PromptCache | None, **options: Any) -> list[int]:
+    options = {"max_new_tokens": 12, "tree": TREE, "seed": 4, **options}
+    (tokens,) = model.generate([prompt], [[1] * len(prompt)], prompt_cache=kept, **options).new_tokens
+    return tokens
+
+
+@every_drafter
+@pytest.mark.parametrize("options", WAYS, ids=["greedy", "fuzzy"])
+def test_the_turns_of_a_chat_are_read_once(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kept, read = engine(name), PromptCache(), ReadTokens(monkeypatch)
+    chat, last = list(START), 0
+    for turn in TURNS:
+        chat += turn
+        wanted = ask(model, chat, None, **options)
+        assert read.take() == len(chat) - 1
+        assert ask(model, chat, kept, **options) == wanted
+        # Of an answer the last step's tokens were not read yet, and a drafter may need lists of the last.
+        most = len(chat) - 1 if not last else len(turn) + TREE.reach + 1
+        assert read.take() <= max(most, LISTED if name in ("lookup", "merged") and last else 0)
+        chat += wanted
+        last = len(chat)
+
+
+def test_of_the_same_prompt_one_token_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
+    wanted = ask(model, START, kept)
+    assert read.take() == len(START) - 1
+    assert ask(model, START, kept, temperature=0.8) != wanted  # the last token's logits serve any sampling
+    assert ask(model, START, kept) == wanted
+    assert read.take() == 2  # one each
+    kept.clear()
+    assert ask(model, START, kept) == wanted
+    assert read.take() == len(START) - 1
+
+
+def test_a_text_that_its_caller_leaves_is_kept_and_one_that_failed_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, read = engine("eagle"), ReadTokens(monkeypatch)
+    ids, options = [START], {"max_new_tokens": 40, "tree": TREE}
+    (whole,) = model.generate(ids, **options).new_tokens
+    kept = PromptCache()
+    for chunk in model.stream(ids, prompt_cache=kept, **options):
+        if chunk != whole[: len(chunk)]:
+            raise AssertionError
+        break
+    read.take()
+    longer = [*START, *whole[:9]]
+    assert ask(model, longer, kept, max_new_tokens=31) == whole[9:]
+    assert 0 < read.take() <= 9
+
+    def fail(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
+        raise RuntimeError("not kept")
+
+    with pytest.raises(RuntimeError, match="not kept"):
+        ask(model, prompts_of([33], seed=8)[0], kept, observer=fail)
+    assert all(text.tokens[0] == START[0] for text in kept.texts_of(model.target, model.drafter).texts)
+
+
+def test_others_do_not_go_on_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another target nor another way to draft: what was kept is not theirs."""
+    first, kept = engine("eagle"), PromptCache()
+    ask(first, START, kept)
+    for other in (engine("none"), EagleFSD(TargetModel(tiny_model(seed=9)), tiny_head(4)), engine("eagle")):
+        read = ReadTokens(monkeypatch)
+        wanted = ask(other, START, None)
+        read.take()
+        assert ask(other, START, kept) == wanted and read.take() == len(START) - 1
+        monkeypatch.undo()
+    plain = {"tree": TreeConfig(1)}  # it drafts nothing, so that it keeps nothing for a head
+    assert ask(first, START, kept, **plain) == ask(first, START, kept) == ask(first, START, None)
+
+
+def test_many_texts_keep_theirs_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
+    prompts = [[*START, *turn] for turn in TURNS]
+    options = {"batch_size": 2, "max_new_tokens": 12, "tree": TREE}
+
+    def texts(cache: PromptCache | None) -> list[list[int]]:
+        found = model.generate_many(prompts, prompt_cache=cache, **options)
+        return [text.new_tokens for text in sorted(found, key=lambda text: text.number)]
+
+    wanted = texts(None)
+    read.take()
+    assert texts(kept) == wanted
+    first = read.take()
+    assert texts(kept) == wanted
+    assert read.take() < first / 4 and first < 2 * len(START)
+    assert ask(model, prompts[1], kept) == wanted[1] and read.take() == 1
+
+
+def test_a_batch_neither_takes_nor_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
+    for _ in range(2):
+        model.generate([START, START[::-1]], max_new_tokens=4, tree=TREE, prompt_cache=kept)
+        assert read.take() == 2 * (len(START) - 1)
+
+
+def test_room_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = engine("eagle"), ReadTokens(monkeypatch)
+    for tokens, again in ((0, len(START) - 1), (60, len(START) - 1), (82, 1)):
+        kept = PromptCache(tokens)
+        ask(model, START, kept)
+        read.take()
+        ask(model, START, kept)
+        assert read.take() == again, tokens
+
+
+def test_what_is_no_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt_cache is 8192: it must be a PromptCache"):
+        ask(engine("eagle"), START, 8192)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tokens is -1"):
+        PromptCache(-1)
