@@ -498,7 +498,7 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         ),
         "eos_token_id": None,
         "observer": None,
-            "prompt_cache": None,
+        "prompt_cache": None,
         "min_p": 0.05,
         "repetition_penalty": 1.1,
         "presence_penalty": 0.2,

@@ -152,7 +152,7 @@ class Settler:
             return Lossless(), None
         asked = format_sampling(sampling)
         try:
-            found = self.calibration(sampling, wanted, tree).for_tree(wanted, tree)
+            whole = self._find_calibration(sampling, wanted, tree)
         except TooWarm:
             if not (wanted.free and sampling.warm):
                 raise
@@ -163,23 +163,39 @@ class Settler:
                 asked,
             )
             return Lossless(), None
+        found = whole.for_tree(wanted, tree)
         if found.lossless_is_fastest(wanted, sampling):
             budget = wanted.quality_budget
             logger.info("no rule inside the budget of %g is as fast as lossless text at %s", budget, asked)
             return Lossless(), None
+        self._say_what_differs(whole, sampling, wanted, tree)
         return Fuzzy.from_calibration(found, **asdict(wanted)), found.tree
 
-    def calibration(
+    def calibration(self, sampling: SamplingConfig) -> Calibration:
+        """Return the thresholds found for this target and head with this sampling; see find_calibration."""
+        found = self._find_calibration(sampling)
+        self._say_what_differs(found, sampling)
+        return found
+
+    def _find_calibration(
         self, sampling: SamplingConfig, wanted: AutoThreshold | None = None, tree: TreeConfig | None = None
     ) -> Calibration:
-        """Return the thresholds found for this target and head with this sampling; see find_calibration."""
         if self.folder is None:
             raise ValueError(
                 "quality_budget: it is looked up in the calibration in a draft head's folder, and no head "
                 "was loaded from one; give a threshold in its place"
             )
         known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
-        found = find_calibration(known, self.identity(), sampling, device, wanted, tree)
+        return find_calibration(known, self.identity(), sampling, device, wanted, tree)
+
+    def _say_what_differs(
+        self,
+        found: Calibration,
+        sampling: SamplingConfig,
+        wanted: AutoThreshold | None = None,
+        tree: TreeConfig | None = None,
+    ) -> None:
+        """Log in what a text differs from those that a calibration was made with."""
         if tree is not None and found.fitting(wanted, None) and not found.fitting(wanted, tree):
             logger.warning(
                 "the quality budget was measured with trees of %s: with %s a text may change more; take that "
@@ -201,7 +217,6 @@ class Settler:
                 mine,
                 mine,
             )
-        return found
 
     def identity(self) -> dict[str, Any]:
         """Return a fingerprint of this target and drafter; this reads all of the drafter's weights.

@@ -469,6 +469,8 @@ def test_a_budget_holds_for_the_tree_of_the_text(
     ):
         assert rule_with(tree, *known) == taken and warned in caplog.text
     assert "measured with trees of 8/3/3: with 7/3/3 a text" in caplog.text and "--tree 7/3/3" in caplog.text
+    faster = plans_of(found, 2.0, shared_ratio=99.0)  # lossless text is, and changes with no tree
+    assert rule_with(TreeConfig(30, 5, 4), faster) == Lossless() and warned not in caplog.text
 
     def measure(*_: object) -> SimpleNamespace:
         return SimpleNamespace(tree=large)
