@@ -30,7 +30,7 @@ from support.random_calls import (
 )
 from support.tiny_models import FAMILIES, attention_of, tiny_model
 
-from eagle_fsd import EagleFSD, GenerationOptions, TreeConfig
+from eagle_fsd import EagleFSD, GenerationOptions, PromptCache, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.prompts import prefill, prefix_cache
@@ -71,11 +71,15 @@ SIZES: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
 
 @dataclass
 class Walk:
-    """One engine on its way through a history. texts: what its scheduler has admitted."""
+    """One engine on its way through a history.
+
+    texts: what its scheduler has admitted. made: what its calls have made, prompts included.
+    """
 
     draw: random.Random
     runtime: str
     texts: list[tuple[Text, Call]] = field(default_factory=list)
+    made: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draw, graphs = self.draw, OpenVINO("float32") if self.runtime == "openvino" else None
@@ -94,6 +98,7 @@ class Walk:
         self.engine, self.tree = self.fresh(), draw.choice(self.trees)
         rows = draw.choice([1, 2, 4])
         ways = {"slice_tokens": draw.choice([1, 8, None]), "prefix_tokens": draw.choice([0, 3000])}
+        self.kept = PromptCache(draw.choice([0, 150, 3000]))
         crowded = draw.choice([None, self.tree.for_many(rows)])
         self.scheduler = Scheduler(self.target, self.engine.drafter, self.tree, rows, crowded=crowded, **ways)
 
@@ -105,7 +110,9 @@ class Walk:
 
     def call(self) -> Call:
         known = [[*text.prompt, *text.new_tokens] for text, _ in self.texts]
-        return random_call(self.draw, known, self.trees)
+        call = random_call(self.draw, [*known, *self.made], self.trees)
+        call.options["prompt_cache"] = self.draw.choice([None, self.kept])
+        return call
 
     # --- what is right ---
 
@@ -113,7 +120,8 @@ class Walk:
         self, call: Call, row: int, made: Sequence[int], stats: GenerationStats, tree: TreeConfig
     ) -> None:
         """Assert that a row's new tokens and its statistics are right; of a text that was left, so far."""
-        prompt, options, stream = call.prompts[row], call.options, call.streams[row]
+        prompt, stream = call.prompts[row], call.streams[row]
+        options = {name: value for name, value in call.options.items() if name != "prompt_cache"}
         if terms_of(options).any_tree:
             wanted, leads = self.plain.text(prompt, options, stream, options["max_new_tokens"])
         else:
@@ -121,6 +129,7 @@ class Walk:
             wanted, leads = alone.new_tokens[0], [1.0] * len(alone.new_tokens[0])
         ended = stats.finish_reason in ("stop", "length")
         require_equal(made, wanted if ended else wanted[: len(made)], leads)
+        self.made.append([*prompt, *made])
         accepted = stats.exact_accepts + stats.fuzzy_accepts
         assert stats.new_tokens == len(made) == sum(stats.sources.values())
         assert sum(stats.accept_histogram) == stats.steps and accepted == sum(stats.accepted_of.values())
