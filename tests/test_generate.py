@@ -334,6 +334,7 @@ def test_json_is_one_object_with_the_contract_keys(
         "verify_seconds": 0.0,
         "tokens_per_second": 4.0,
         "finish_reason": "length",
+        "rule": "fuzzy",
         "threshold": 0.25,
         "divergence": "js",
         "mode": "hybrid",
@@ -355,14 +356,13 @@ def test_json_is_one_object_with_the_contract_keys(
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ([], (0.0, "js", "hybrid")),
-        (
-            ["--threshold", "inf", "--divergence", "tv", "--mode", "paper"],
-            ("inf", "tv", "paper"),
-        ),
-        (["--rule", "lossless"], (0.0, None, None)),
-        (["--rule", "typical"], (None, None, "hybrid")),
-        (["--rule", "cactus"], (None, None, None)),
+        ([], ("lossless", 0.0, None, None)),
+        (["--rule", "lossless"], ("lossless", 0.0, None, None)),
+        (["--threshold", "0.3", "--price", "inf"], ("lossless", 0.0, None, None)),
+        (["--threshold", "inf", "--divergence", "tv", "--mode", "paper"], ("fuzzy", "inf", "tv", "paper")),
+        (["--rule", "typical"], ("typical", None, None, "hybrid")),
+        (["--rule", "cactus"], ("cactus", None, None, None)),
+        (["--rule", "sglang", "--single", "1"], ("lossless", 0.0, None, None)),
     ],
 )
 def test_json_names_the_rule(
@@ -370,8 +370,8 @@ def test_json_names_the_rule(
 ) -> None:
     _, out, _ = run(capsys, "--json", *flags, "Hello?")
     record = json.loads(out)
-    assert (record["threshold"], record["divergence"], record["mode"]) == expected
-    assert record.get("rule") == (flags[1] if expected[0] is None else None)
+    assert tuple(record[name] for name in ("rule", "threshold", "divergence", "mode")) == expected
+    assert "price" not in record
 
 
 def test_a_plan_says_its_price(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
@@ -379,8 +379,8 @@ def test_a_plan_says_its_price(model: ScriptedModel, capsys: pytest.CaptureFixtu
     record = json.loads(run(capsys, "--json", *flags, "Hello?")[1])
     assert (record["price"], record["cost"], record["mode"]) == (2.5, "tokens", "swap")
     assert ", 0 fuzzy accepts, plan, price 2.5 of tokens, tree" in run(capsys, *flags, "Hello?")[2]
-    flags = ("--threshold", "0.3", "--price", "inf", "--cost", "divergence")
-    assert "plan, price inf of js, js <= 0.3 hybrid, tree" in run(capsys, *flags, "Hello?")[2]
+    flags = ("--threshold", "0.3", "--price", "9", "--cost", "divergence")
+    assert "plan, price 9 of js, js <= 0.3 hybrid, tree" in run(capsys, *flags, "Hello?")[2]
     assert "price" not in json.loads(run(capsys, "--json", "--threshold", "0.3", "Hello?")[1])
 
 

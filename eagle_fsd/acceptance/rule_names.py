@@ -55,11 +55,14 @@ def describe(rule: AcceptanceRule) -> dict[str, Any]:
 
 
 def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
-    """Return what answers say of their rule, as JSON values: enough to build the same rule again.
+    """Return what answers say of their rule, as JSON values: enough to make the same text again.
 
-    These are its name, and its threshold, divergence and mode, None if it has none; lossless has threshold 0.
-    A plan's price and its cost follow, and every field that differs from its default.
+    These are its name, and its threshold, divergence and mode, None if it has none. A plan's price and its
+    cost follow, and every field that differs from its default. A rule that follows nothing but the target's
+    own draws, such as fuzzy at threshold 0, is lossless, with threshold 0.
     """
+    if getattr(rule, "exact", False) and not isinstance(rule, Lossless):
+        rule = Lossless()
     described, usual = describe(rule), describe(type(rule)())
     fields = {"rule": described.pop("name")}
     fields |= {key: described.pop(key, None) for key in ("threshold", "divergence", "mode")}

@@ -21,7 +21,7 @@ STATS_KEYS = (
 )  # fmt: skip
 JSON_KEYS = (
     "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
-    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "runtime",
+    "rule", "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "runtime",
     "weight_format", "device", "tree", "seed",
 )  # fmt: skip
 
@@ -76,15 +76,12 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
     It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, number
-    with --batch-size, price and cost of a plan, other fields of the rule that differ from their defaults, and
-    rule unless that is fuzzy or lossless. With --baseline the keys of the target alone follow (null if
-    interrupted).
+    with --batch-size, and behind mode a plan's price and cost and other fields of the rule that differ from
+    their defaults. With --baseline the keys of the target alone follow (null if interrupted).
     """
     from eagle_fsd.acceptance.rule_names import rule_fields
 
-    stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
-    if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # the other fields tell which
-        rule = None
+    stats = answer.stats.to_dict()
     record = {
         "text": answer.text,
         "prompt_tokens": answer.prompt_tokens,
@@ -92,7 +89,7 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
         "new_tokens": len(answer.token_ids),
         **{key: stats[key] for key in STATS_KEYS},
         "finish_reason": answer.finish_reason,
-        **fields,
+        **rule_fields(answer.rule),
         "base_model": model.base_model,
         "ea_model": model.ea_model,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -108,8 +105,6 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
         record["logprobs"] = [one._asdict() for one in answer.logprobs]
     if answer.memory is not None:
         record["ranks"] = answer.memory
-    if rule is not None:
-        record["rule"] = rule
     if model.draft_vocab_size is not None:
         record["draft_vocab_size"] = model.draft_vocab_size
     if baseline:
@@ -157,8 +152,8 @@ def name_rule(answer: Answer) -> tuple[str, bool]:
     fields = rule_fields(answer.rule)
     threshold, divergence = fields["threshold"], fields["divergence"]
     budget = "" if answer.budget is None else f" (budget {answer.budget:g})"
-    if not (divergence and threshold):
-        return ("lossless" if threshold == 0 else fields["rule"]) + budget, threshold is not None
+    if divergence is None:
+        return fields["rule"] + budget, threshold is not None
     limit = f"{divergence} <= {threshold} {fields['mode'] or fields['rule']}"
     if "price" in fields:
         paid = divergence if fields["cost"] == "divergence" else fields["cost"]

@@ -267,6 +267,11 @@ def test_a_rule_is_what_was_written_down_of_it(rule: AcceptanceRule) -> None:
     assert build_rule(said.pop("rule"), **said) == rule and len(short) < len(describe(Fuzzy()))
 
 
+@pytest.mark.parametrize("rule", [Fuzzy(0.0), Fuzzy(math.inf, price=math.inf), SGLang(1.0, 1.0)], ids=str)
+def test_answers_call_a_rule_lossless_that_follows_nothing_else(rule: AcceptanceRule) -> None:
+    assert rule_fields(rule) == rule_fields(Lossless())
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_engine
 
-from eagle_fsd import EagleFSD, Fuzzy, Typical
-from eagle_fsd.acceptance.rule_names import parse_rule
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, Typical
+from eagle_fsd.acceptance.rule_names import parse_rule, rule_fields
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.serve import build_parser, check_arguments, make_settings
@@ -198,6 +198,8 @@ def test_timings_say_how_the_draft_did(client: TestClient) -> None:
     assert timings["fuzzy_accepts"] == alone.fuzzy_accepts > 0
     settled = {"rule": "fuzzy", "threshold": 0.1, "divergence": "js", "mode": "hybrid", "seed": 2}
     assert {key: timings[key] for key in settled} == settled and "price" not in timings
+    exact = post(client, max_tokens=4, threshold=0).json()["timings"]
+    assert {key: exact[key] for key in rule_fields(Lossless())} == rule_fields(Lossless())
     assert timings["predicted_n"] == 40 and timings["predicted_per_second"] > 0 and timings["prompt_ms"] > 0
     chunks = events(post(client, stream=True, timings_per_token=True, **asked))
     made = [chunk["timings"]["predicted_n"] for chunk in chunks[1:]]
