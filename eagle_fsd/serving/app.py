@@ -25,6 +25,7 @@ from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
 from eagle_fsd.serving.entry.gate import Gate
+from eagle_fsd.serving.entry.json_body import JsonRoute
 from eagle_fsd.serving.errors import FAILED, SERVER, ApiError, json_response, of_status, of_validation
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.prompts import PromptReader
@@ -196,6 +197,7 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="eagle_fsd", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.router.route_class = JsonRoute
     add_routes(app, service)
     add_page(app)
     add_error_handlers(app)
@@ -293,6 +295,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ApiError):  # of JsonRequest
+            return error.__cause__.response()
         if error.status_code == 400:  # a body that is nested too deeply
             message = "the body cannot be read: send a simple JSON object"
             return ApiError(400, message, "invalid_json").response()

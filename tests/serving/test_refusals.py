@@ -172,18 +172,43 @@ def test_a_schema_that_is_none_is_refused(client: TestClient, schema: str) -> No
     assert error["param"] == "structured_outputs" and "must be a JSON object" in error["message"]
 
 
-def test_a_schema_with_a_number_that_json_lacks_is_refused(client: TestClient) -> None:
-    for wanted, name in (
-        (b'"structured_outputs": {"json": {"const": NaN}}', "structured_outputs"),
-        (
-            b'"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": Infinity}}}',
-            "response_format",
-        ),
-    ):
-        body = json.dumps({"messages": CHAT}).encode()[:-1] + b", " + wanted + b"}"
-        answer = client.post(CHATS, content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == name
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ('"temperature": %s', "temperature"),
+        ('"threshold": %s', "threshold"),
+        ('"metadata": {"a": [0, 1e2, %s, Infinity]}', "metadata.a.2"),
+        ('"tools": [{"function": {"parameters": {"const": %s}}}]', "tools.0.function.parameters.const"),
+        ('"structured_outputs": {"json": {"const": %s}}', "structured_outputs.json.const"),
+    ],
+)
+def test_a_number_that_json_lacks_is_refused_by_its_place(
+    client: TestClient, field: str, param: str, number: str
+) -> None:
+    """Also where the field would have no effect, or would only be shown to the model."""
+    error = refusal_of(client, '{"messages": [], %s}' % (field % number))
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    remedy = 'send another, "inf" or "auto"' if param == "threshold" else "send another"
+    assert error["message"] == f"{param} is {number}: a number must be finite; {remedy}"
+
+
+@pytest.mark.parametrize("body", ["NaN", '{"seed": NaN, "seed": 3}'])
+def test_a_number_that_json_lacks_is_refused_without_a_place(client: TestClient, body: str) -> None:
+    error = refusal_of(client, body)
+    assert error["param"] is None and error["message"].startswith("the body has NaN: a number must be")
+
+
+def test_the_place_of_a_number_is_cut_in_its_error(client: TestClient) -> None:
+    error = refusal_of(client, f'{{"{LONG}": [0, 1{"0" * 1000}.0e9]}}')
+    assert error["message"].startswith("xxxx") and len(error["message"]) < 400
+
+
+def refusal_of(client: TestClient, body: str) -> Any:
+    """Return the error of a body that is sent as it is."""
+    answer = client.post(CHATS, content=body.encode(), headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
 
 
 def nested(levels: int) -> Any:

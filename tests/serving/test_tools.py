@@ -370,9 +370,9 @@ def test_calls_and_results_go_into_the_prompt(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
-def test_a_call_with_half_a_character_can_be_sent_back(template: str) -> None:
-    """A model may write one as an escape, and its call is a part of the chat from then on."""
-    function = {"name": "pick", "arguments": '{"n": "hi \\ud83d", "e": "\\ud83d\\ude00"}'}
+def test_a_call_with_half_a_character_and_a_huge_number_can_be_sent_back(template: str) -> None:
+    """A model may write such JSON, and its call is a part of the chat from then on."""
+    function = {"name": "pick", "arguments": '{"n": "hi \\ud83d", "e": "\\ud83d\\ude00", "m": -1e999}'}
     messages = [
         {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "a", "content": "one"},
@@ -382,7 +382,8 @@ def test_a_call_with_half_a_character_can_be_sent_back(template: str) -> None:
         client = client_of(url)
         assert ask(client, messages=messages, max_tokens=3).choices
         found = client.post("/../tokenize", body={"messages": messages}, cast_to=object)
-    assert '"n": "hi ?"' in engine.tokenizer.decode(found["tokens"])
+    text = engine.tokenizer.decode(found["tokens"])
+    assert '"n": "hi ?"' in text and f'"m": {-sys.float_info.max}' in text
 
 
 # -- what is refused ----------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -189,8 +190,14 @@ class CalledFunction(Strict):
     @property
     def read(self) -> dict[str, Any]:
         """The arguments, for the model to read. A half character, which it may have written, is a "?"."""
-        found = json.dumps(json.loads(self.arguments or "{}"), ensure_ascii=False)
+        found = json.dumps(json.loads(self.arguments or "{}", parse_float=bounded), ensure_ascii=False)
         return json.loads(found.encode(errors="replace"))
+
+
+def bounded(number: str) -> float:
+    """Return what JSON's text of a number stands for, at most the largest float: not Infinity for 1e999."""
+    largest = sys.float_info.max
+    return max(-largest, min(largest, float(number)))
 
 
 class ToolCall(Strict):

@@ -1,0 +1,96 @@
+"""Reads the body of every request as JSON, without the numbers that Python reads and JSON lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.serving.errors import ApiError, wrong_value
+
+LONGEST_PLACE, LONGEST_NUMBER = 200, 60  # characters of a message
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A number that is NaN, infinite or too large for a float. text: as the body has it."""
+
+    text: str
+
+
+def read_json(body: bytes) -> Any:
+    """Return what a body holds. Raises ValueError for what is no JSON, and ApiError for a NotFinite."""
+    wrong: list[NotFinite] = []
+
+    def note(text: str) -> NotFinite:
+        wrong.append(NotFinite(text))
+        return wrong[-1]
+
+    def number(text: str) -> float | NotFinite:
+        value = float(text)
+        return value if math.isfinite(value) else note(text)
+
+    found = json.loads(body, parse_constant=note, parse_float=number)
+    if wrong:
+        raise of_number(wrong[0], place_of(wrong[0], found))
+    return found
+
+
+def of_number(wrong: NotFinite, place: str | None) -> ApiError:
+    """Return the error of a number that is not finite. place: None if it is no field's."""
+    text = one_line(wrong.text, LONGEST_NUMBER)
+    said = f"{place} is {text}" if place else f"the body has {text}"
+    remedy = 'send another, "inf" or "auto"' if place == "threshold" else "send another"
+    return wrong_value(f"{said}: a number must be finite; {remedy}", place)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a body: its name there, which is a place in a list, and what it is a part of."""
+
+    value: Any
+    name: str | int = ""
+    whole: Part | None = None
+
+
+def place_of(wrong: NotFinite, found: Any) -> str | None:
+    """Return where a value stands in a body, as fields and places in lists; None: in no field that counts."""
+    left = [Part(found)]
+    while left:
+        part = left.pop()
+        if part.value is wrong:
+            names = []
+            while part.whole is not None:
+                names.append(str(part.name))
+                part = part.whole
+            return one_line(".".join(reversed(names)), LONGEST_PLACE) or None
+        if isinstance(part.value, dict):
+            left += [Part(value, name, part) for name, value in part.value.items()]
+        elif isinstance(part.value, list):
+            left += [Part(value, place, part) for place, value in enumerate(part.value)]
+    return None  # the same field came again behind it, and that one counts
+
+
+class JsonRequest(Request):
+    """A request whose body is read by `read_json`."""
+
+    async def json(self) -> Any:
+        return read_json(await self.body())
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests are JsonRequests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json
