@@ -23,6 +23,12 @@ TAGGED_CALL = re.compile(rf"{OPEN}(\s*)\{{.*?\}}(\s*){CLOSE}", re.DOTALL)
 NAME_OF_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"')
 PROBE = "probe_of_tools"  # a name that no template has of its own
 ANY_ARGUMENTS = {"type": "object"}
+# What a JSON schema may have beside `properties` that allows or asks for others.
+OF_OTHERS = (
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
+    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependentRequired",
+    "dependencies",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def call_grammar(
     rules.append(f"calls: {first} call {end}{more}")
     rules.append("call: " + " | ".join(f"call{place}" for place in range(len(functions))))
     for place, function in enumerate(functions):
-        schema = {"x-guidance": WHITE_SPACE, **of_object(function.get("parameters") or ANY_ARGUMENTS)}
+        schema = {"x-guidance": WHITE_SPACE, **of_arguments(function.get("parameters") or ANY_ARGUMENTS)}
         begin = quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules += [
             f'call{place}: {begin} arguments{place} "}}"',
@@ -114,12 +120,25 @@ def call_grammar(
     return "\n".join(rules)
 
 
-def of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema that allows only the objects of this one: other arguments would be no call."""
+def of_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema that allows only the objects of this one: other arguments would be no call.
+
+    Where it does not speak of other properties, they are ruled out: the function has no such parameters.
+    """
+    if names_all(schema):
+        schema = {**schema, "additionalProperties": False}
     parts = schema.get("allOf", [])
     if schema.get("type") == "object" or not isinstance(parts, list):
         return schema
     return {**schema, "allOf": [*parts, ANY_ARGUMENTS]}
+
+
+def names_all(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema has properties, and speaks of no others."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, Mapping) or not isinstance(required, list):
+        return False
+    return not any(key in schema for key in OF_OTHERS) and all(name in list(named) for name in required)
 
 
 def quoted(text: str) -> str:

@@ -154,10 +154,6 @@ def require_call(name: str, arguments: str) -> None:
             assert name == "now" and found == {}
 
 
-# A function without parameters may be given any; here it must be none, since a random model never ends.
-FORCED = [TOOLS[0], function("now", parameters={"type": "object", "additionalProperties": False}), TOOLS[2]]
-
-
 @pytest.mark.parametrize(("template", "more"), [("known", {}), ("unknown", ANY_TOKEN)])
 def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) -> None:
     """Also where the chat template knows no tools: these are then described in the system message."""
@@ -166,7 +162,7 @@ def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) ->
         client = client_of(url)
         names = set()
         for seed in range(3):
-            asked = {"temperature": 1.3, "seed": seed, "extra_body": more, "tools": FORCED}
+            asked = {"temperature": 1.3, "seed": seed, "extra_body": more, "tools": TOOLS}
             (choice,) = ask(client, **asked, tool_choice="required", parallel_tool_calls=False).choices
             (call,) = choice.message.tool_calls
             assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -193,7 +189,7 @@ def test_arguments_are_an_object_whatever_their_schema_leaves_open(client: opena
 
 
 def test_several_calls_are_told_apart(client: openai.OpenAI) -> None:
-    asked = {"tools": FORCED[1:], "tool_choice": "required", "temperature": 1, "logit_bias": {"2": -6}}
+    asked = {"tools": TOOLS[1:], "tool_choice": "required", "temperature": 1, "logit_bias": {"2": -6}}
     asked["max_tokens"] = 170
     counts = set()
     for seed in range(2):
@@ -304,7 +300,7 @@ def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenA
             assert [one["name"] for one in calls.values()] == names
             assert [one.function.name for one in answer.message.tool_calls or ()] == names
             assert reason == answer.finish_reason == ("tool_calls" if names else "stop")
-    asked = {"tools": FORCED[2:], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {"tools": TOOLS[2:], "tool_choice": "required", "parallel_tool_calls": False}
     for stop, names in (("}", []), ("</tool_call>", ["pick"])):
         (answer,) = ask(client, **asked, stop=stop).choices
         assert not answer.message.content
@@ -313,7 +309,7 @@ def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenA
 
 
 def test_a_forced_call_that_is_cut_off_shows_nothing(client: openai.OpenAI) -> None:
-    asked = {"tools": FORCED[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     for limit in (1, 5, 14, 30):
         (answer,) = ask(client, **asked, max_tokens=limit).choices
         assert not answer.message.content and not answer.message.tool_calls
@@ -352,7 +348,7 @@ def test_calls_and_results_go_into_the_prompt(template: str) -> None:
     engine = schema_engine() if template == "known" else schema_engine(template=TEMPLATE)
     with running(settings(), engine) as (url, _):
         client = client_of(url)
-        answer = ask(client, messages=HISTORY, tools=FORCED, tool_choice="required")
+        answer = ask(client, messages=HISTORY, tools=TOOLS, tool_choice="required")
         plain = client.post("/../tokenize", body={"messages": HISTORY}, cast_to=object)
         again = ask(client, messages=HISTORY, max_tokens=3)
     text = engine.tokenizer.decode(plain["tokens"])

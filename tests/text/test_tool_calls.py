@@ -16,6 +16,7 @@ from eagle_fsd.text.tool_calls import (
     CallFormat,
     CallReader,
     call_format,
+    call_grammar,
     call_text,
     describe_functions,
     read_call,
@@ -162,3 +163,35 @@ def test_arguments_stay_as_they_were_written() -> None:
     assert read_call('{"name": "f"}', ["f"]) == Call("f", "{}")
     for constant in ("NaN", "-Infinity"):
         assert read_call(f'{{"name": "f", "arguments": {{"n": {constant}}}}}', ["f"]) is None
+
+
+FREE = {"a": 1, "b": [2]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "allowed", "refused"),
+    [
+        ({"type": "object", "properties": {"a": {}}}, [{}, {"a": 1}], [FREE, {"b": 1}]),
+        ({"properties": {"a": {}}, "required": ["a"], "title": "f"}, [{"a": 1}], [{}, FREE]),
+        ({"type": "object", "properties": {}}, [{}], [{"a": 1}]),
+        ({"type": "object"}, [{}, FREE], []),
+        ({"properties": {"a": {}}, "additionalProperties": True}, [FREE], []),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "array"}}, [FREE], [{"b": 1}]),
+        ({"properties": {"a": {}}, "patternProperties": {"^b": {}}}, [FREE], []),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, [FREE], [{"a": 1}]),
+        ({"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, [{"b": [2], "a": 1}], []),
+        ({"properties": {"a": {"properties": {"c": {}}}}}, [{"a": {"c": 1, "d": 2}}], [FREE]),
+    ],
+    ids=str,
+)
+def test_a_forced_call_has_no_argument_that_its_function_does_not_name(
+    parameters: dict[str, Any], allowed: list[Any], refused: list[Any]
+) -> None:
+    """Unless the schema speaks of others. Objects within the arguments stay open."""
+    llguidance = pytest.importorskip("llguidance")
+    grammar = call_grammar([{"name": "a", "parameters": parameters}], OWN_FORMAT, several=False)
+    tokenizer = llguidance.LLTokenizer("byte")
+    for arguments in (*allowed, *refused):
+        matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+        matcher.consume_tokens(tokenizer.tokenize_str(call_text("a", arguments)))
+        assert matcher.is_accepting() == (arguments in allowed), (arguments, matcher.get_error())
