@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flags.processing import processing_options
 from eagle_fsd.cli.flags.types import AUTO, NO_HEAD
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import require_integer, require_texts
 from eagle_fsd.core.config import (
     AutoThreshold,
     AutoTree,
@@ -19,7 +19,6 @@ from eagle_fsd.core.config import (
     TreeConfig,
     require_bound,
     require_different_texts,
-    require_texts,
 )
 
 if TYPE_CHECKING:

@@ -134,6 +134,12 @@ def require_integer(name: str, value: object, minimum: int, remedy: str, maximum
         raise ValueError(f"{name} is {format_value(value)}: it must be an integer {span}; {remedy}")
 
 
+def require_texts(max_new_tokens: object, num_return_sequences: object) -> None:
+    """Raise ValueError unless these are the length and the number of the texts that are asked for."""
+    require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
+    require_integer("num_return_sequences", num_return_sequences, 1, "1 is one text of each prompt")
+
+
 def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
     """Raise ValueError unless `value` is a real number in [low, high]; NaN never is."""
     try:

@@ -291,12 +291,6 @@ class AutoThreshold:
         return words if self.price or self.cost is None else f"{words}, any price of {self.cost}"
 
 
-def require_texts(max_new_tokens: object, num_return_sequences: object) -> None:
-    """Raise ValueError unless these are the length and the number of the texts that are asked for."""
-    require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
-    require_integer("num_return_sequences", num_return_sequences, 1, "1 is one text of each prompt")
-
-
 def require_different_texts(count: int, sampling: SamplingConfig, name: str = "num_return_sequences") -> None:
     """Raise ValueError if several texts of a prompt would be the same. name: what the user calls `count`."""
     if count > 1 and sampling.greedy:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import PublishedFSD
-from eagle_fsd.core.checks import format_value, override, require_integer
+from eagle_fsd.core.checks import format_value, override, require_integer, require_texts
 from eagle_fsd.core.config import (
     FSD_PAPER_SAMPLING,
     FSD_PAPER_TREE,
@@ -21,7 +21,6 @@ from eagle_fsd.core.config import (
     SamplingConfig,
     TreeConfig,
     require_different_texts,
-    require_texts,
 )
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.randomness.streams import Seed
