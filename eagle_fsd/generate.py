@@ -149,9 +149,9 @@ def run(args: Namespace, out: TextIO) -> int:
         check_answers(args)
         check_adaptation(args)
         check_early(args)  # threads that compile would be waited for at the end, even of a mistake
+        require_threshold(args)
         begin_early(args)
         options = generation_options(args)
-        require_threshold(args)
         if args.baseline and options.form is not None:
             raise ValueError(
                 f"--baseline with a form ({options.form.kind}): the target alone knows none; leave one out"

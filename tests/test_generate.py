@@ -662,9 +662,10 @@ def test_eagle_spellings() -> None:
     assert (args.base_model, args.ea_model, args.total_tokens, args.max_new_tokens) == ("m", "h", 30, 9)
 
 
-def test_help_needs_no_torch() -> None:
-    code = "import sys, eagle_fsd.generate as g; g.build_parser(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_help_and_the_first_checks_need_no_torch() -> None:
+    flags = ["--logit-bias", "3=1", "--bad-word", "a", "--stop", "b", "--divergence", "tv", "x"]
+    code = f"import sys, eagle_fsd.generate as g; g.check_early(g.build_parser().parse_args({flags})); "
+    subprocess.run([sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True)
 
 
 def test_version(capsys: pytest.CaptureFixture) -> None:
@@ -739,6 +740,14 @@ MISTAKES = {
         "error: --num-return-sequences is 3 at temperature 0: all would be the same text; give a temperature",
     ),
     "empty stop": (["--stop", "", "x"], "error: --stop has ''"),
+    "empty bad word": (["--bad-word", "", "x"], "a bad word is empty"),
+    "more than all new tokens": (
+        ["--min-new-tokens", "9", "--max-new-tokens", "8", "x"],
+        "error: --min-new-tokens is 9: it must be an integer between 0 and 8; lower it",
+    ),
+    "penalty 0": (["--repetition-penalty", "0", "x"], "error: --repetition-penalty is 0.0"),
+    "no number as a bias": (["--logit-bias", "3=nan", "x"], "error: --logit-bias is nan"),
+    "no token": (["--suppress-tokens", "-3", "x"], "--suppress-tokens"),
     "nothing drafts": (
         ["--ea-model", "none", "x"],
         "error: --ea-model is none with --total-tokens auto: nothing drafts a tree; add --lookup",
@@ -756,6 +765,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and words in err
+
+
+OF_RULES = {  # whose fields and their ranges are known with torch alone
+    "threshold of another rule", "epsilon of another rule", "min-p of the rule above 1", "negative in a row",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", [argv for name, (argv, _) in MISTAKES.items() if name not in OF_RULES])
+def test_a_mistake_is_found_before_threads_compile(
+    argv: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be waited for."""
+    monkeypatch.setattr(generate, "begin_early", lambda args: pytest.fail("they began"))
+    assert run(capsys, *argv)[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from eagle_fsd.cli.flags.processing import processing_options
-from eagle_fsd.cli.flags.types import AUTO, NO_HEAD
-from eagle_fsd.core.checks import require_integer, require_texts
+from eagle_fsd.cli.flags.processing import check_processing, processing_options
+from eagle_fsd.cli.flags.types import AUTO, DIVERGENCE_NAMES, NO_HEAD
+from eagle_fsd.core.checks import require_choice, require_integer, require_texts
 from eagle_fsd.core.config import (
     AutoThreshold,
     AutoTree,
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
 
 # Flags for the fields of the rules. A flag that is not given is None, so that the rule's default applies.
+FUZZY_FLAGS = (  # beside its threshold
+    "divergence", "mode", "child", "fuzzy_min_p", "max_overshoot", "min_gain", "price", "cost",
+    "max_consecutive", "exact_prefix",
+)  # fmt: skip
 RULE_FLAGS = (
-    "threshold", "quality_budget", "divergence", "mode", "child", "fuzzy_min_p", "max_overshoot", "min_gain",
-    "price", "cost",
-    "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
+    "threshold", "quality_budget", *FUZZY_FLAGS,
+    "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
 # Flags whose names are not those of the engine's values.
@@ -80,7 +83,7 @@ def require_threshold(args: argparse.Namespace) -> None:
     if args.rule != "fuzzy" or args.threshold not in (None, 0.0) or args.quality_budget is not None:
         return
     lack = "without --threshold" if args.threshold is None else "with --threshold 0"
-    for name in RULE_FLAGS[2:]:
+    for name in FUZZY_FLAGS:
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
@@ -235,11 +238,16 @@ def check_early(args: argparse.Namespace) -> None:
     texts = getattr(args, "num_return_sequences", 1)
     with in_words_of_flags(args):
         require_drafter(args)
-        require_texts(args.max_new_tokens, texts)
+        require_texts(
+            args.max_new_tokens, texts, args.min_new_tokens, getattr(args, "logprobs", None), args.stop
+        )
+        check_processing(args)
         config = SamplingConfig(**{name: value for name, value in sampling if value is not None})
         if args.temperature is not None:  # else the model's own is still to come
             require_different_texts(texts, config)
         make_tree(args)
+        if args.divergence is not None:
+            require_choice("divergence", args.divergence, DIVERGENCE_NAMES)
         if asks_for_auto(args):
             auto_threshold(args)
         elif args.rule == "fuzzy" and args.threshold is not None:

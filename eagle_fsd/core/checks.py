@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 
 INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
 BROKEN_PIPE = 141  # and to what wrote to a reader that is gone
+MOST_LOGPROBS = 100  # likeliest tokens at each place
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 # Hugging Face's names that are most like another option than the one that does the same.
 MEANT = {"stopping_criteria": "stop_strings"}
@@ -134,10 +135,27 @@ def require_integer(name: str, value: object, minimum: int, remedy: str, maximum
         raise ValueError(f"{name} is {format_value(value)}: it must be an integer {span}; {remedy}")
 
 
-def require_texts(max_new_tokens: object, num_return_sequences: object) -> None:
-    """Raise ValueError unless these are the length and the number of the texts that are asked for."""
+def require_texts(
+    max_new_tokens: int,
+    num_return_sequences: object,
+    min_new_tokens: object = None,
+    logprobs: object = None,
+    stops: Iterable[object] = (),
+) -> None:
+    """Raise ValueError unless these say how long texts are, how many, and what is told of them.
+
+    See GenerationOptions. None: it is not said.
+    """
     require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
     require_integer("num_return_sequences", num_return_sequences, 1, "1 is one text of each prompt")
+    if min_new_tokens is not None:
+        remedy = "lower it, or raise max_new_tokens above it"
+        require_integer("min_new_tokens", min_new_tokens, 0, remedy, max_new_tokens)
+    if logprobs is not None:
+        require_integer("logprobs", logprobs, 0, "None returns none", MOST_LOGPROBS)
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise ValueError(f"stop_strings has {stop!r}: each must be a non-empty string; fix it")
 
 
 def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:

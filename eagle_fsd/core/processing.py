@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle_fsd.core.checks import format_value, require_integer, require_number
 
+if TYPE_CHECKING:  # torch takes seconds to import, and values are checked without it
+    from torch import Tensor
+
 # Takes the token ids [K, L] of K texts and the logits [K, V] of their next tokens, and returns new logits.
-Processor = Callable[[Any, Any], Tensor]
+Processor = Callable[[Any, Any], "Tensor"]
 # The most by which a logit may be changed: larger changes could overflow float32, and no token would be left.
 LARGEST = 1e10
 # A sequence of token ids, and what is added to the logit of its last one when the text ends with the others.
@@ -179,6 +180,12 @@ def as_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
             )
         found.append(as_tokens(name, one))
     return tuple(found)
+
+
+def require_words(words: Iterable[str | Sequence[int]]) -> None:
+    """Raise ValueError for a word that must not come and has no character, or no token."""
+    if not all(words):
+        raise ValueError("a bad word is empty: write a word of a character at least")
 
 
 def as_biases(value: object) -> tuple[Bias, ...]:

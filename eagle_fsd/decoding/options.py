@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import PublishedFSD
-from eagle_fsd.core.checks import format_value, override, require_integer, require_texts
+from eagle_fsd.core.checks import format_value, override, require_texts
 from eagle_fsd.core.config import (
     FSD_PAPER_SAMPLING,
     FSD_PAPER_TREE,
@@ -37,7 +37,6 @@ UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.
 PROCESSING = (*UNTOUCHED, "logits_processor")
 SEQUENCES = ("bad_words_ids", "suppress_tokens", "logit_bias", "logits_processor", "stop_strings")
 ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
-MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,14 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         for name in SEQUENCES:
             object.__setattr__(self, name, kept(getattr(self, name)))
-        require_texts(self.max_new_tokens, self.num_return_sequences)
-        if self.min_new_tokens is not None:
-            remedy = "lower it, or raise max_new_tokens above it"
-            require_integer("min_new_tokens", self.min_new_tokens, 0, remedy, self.max_new_tokens)
-        if self.logprobs is not None:
-            require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
+        if self.stop_strings is not None and not isinstance(self.stop_strings, (str, Iterable)):
+            raise ValueError(
+                f"stop_strings is {format_value(self.stop_strings)}: it must be a string or a list of them; "
+                "fix it"
+            )
+        require_texts(
+            self.max_new_tokens, self.num_return_sequences, self.min_new_tokens, self.logprobs, self.stops
+        )
         if self.do_sample not in (None, True, False):
             raise ValueError(
                 f"do_sample is {format_value(self.do_sample)}: it must be True or False; leave it out to let "
@@ -147,14 +148,6 @@ class GenerationOptions:
                 f"do_sample is {self.do_sample} and temperature is {self.temperature}: they contradict each "
                 "other, since temperature 0 is greedy; leave one out"
             )
-        if self.stop_strings is not None and not isinstance(self.stop_strings, (str, Iterable)):
-            raise ValueError(
-                f"stop_strings is {format_value(self.stop_strings)}: it must be a string or a list of them; "
-                "fix it"
-            )
-        for stop in self.stops:
-            if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop_strings has {stop!r}: each must be a non-empty string; fix it")
         _ = self.sampling, self.processing, self.form  # these raise ValueError for bad values
         if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.core.processing import require_words
 from eagle_fsd.text.streamed import StreamedText
 
 CONTEXT = 16  # tokens of a prompt: in some vocabularies a token's space depends on the one before it
@@ -50,6 +51,5 @@ def words_as_tokens(tokenizer: PreTrainedTokenizerBase | None, words: Sequence[s
     found = [
         tokenizer.encode(form, add_special_tokens=False) for word in words for form in (word, f" {word}")
     ]
-    if not all(words) or not all(found):
-        raise ValueError("a bad word is empty: write a word of a character at least")
+    require_words((*words, *found))
     return list(map(list, dict.fromkeys(map(tuple, found))))

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
+from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule, rule_fields
-from eagle_fsd.cli.flags.parser import RULE_NAMES
+from eagle_fsd.cli.flags.types import DIVERGENCE_NAMES, RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
@@ -317,6 +318,7 @@ def test_words_that_are_no_rule(text: str, line: str) -> None:
 
 def test_names() -> None:
     assert set(RULE_NAMES) == set(RULES)  # the flags know them without loading torch
+    assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
     with pytest.raises(ValueError, match=r"rule is 'nucleus': it must be one of .*, such as js:0\.3"):
         build_rule("nucleus")
     with pytest.raises(ValueError, match=r"threshold is 0\.3 for the rule cactus: it has delta, exact_eos"):

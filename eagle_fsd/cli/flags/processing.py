@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import format_value
+from eagle_fsd.core.processing import Processing, require_words
 
 if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
@@ -167,6 +168,14 @@ def parse_schema(text: str) -> dict[str, Any]:
         return parse_object(Path(text).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no schema, and no file of one: {error}") from error
+
+
+def check_processing(args: argparse.Namespace) -> None:
+    """Raise ValueError for values of these flags that no model takes, as far as that shows without torch."""
+    names = [field.name for field in fields(Processing)]
+    given = {name: getattr(args, name) for name in SAME_NAME if name in names}
+    Processing.of(**{name: value for name, value in given.items() if value is not None})
+    require_words(args.bad_word)
 
 
 def processing_options(args: argparse.Namespace) -> dict[str, Any]:

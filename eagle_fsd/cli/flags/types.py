@@ -10,9 +10,13 @@ from typing import Any, NoReturn
 from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
 
 AUTO = "auto"
-# The names in acceptance.planned, acceptance.rule_names and drafting.drafter, repeated here because these
-# import torch.
+# The names in acceptance.planned, acceptance.divergence, acceptance.rule_names and drafting.drafter, repeated
+# here because these import torch.
 COSTS = ("tokens", "kl", "divergence")
+DIVERGENCE_NAMES = (
+    "reverse_kl", "forward_kl", "js", "tv", "ag",
+    "reverse_kl_top10", "forward_kl_top10", "js_top10", "tv_top10", "ag_top10",
+)  # fmt: skip
 RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fsd_paper")
 NO_HEAD = "none"
 USAGE = 2  # the exit code of a user's mistake
