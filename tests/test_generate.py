@@ -1042,10 +1042,11 @@ def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:
 pytestmark = pytest.mark.usefixtures("interrupts_arrive")
 
 
-def press_ctrl_c(times: dict[int, int]) -> Any:
+def press_ctrl_c(times: dict[int, int], number: int = signal.SIGINT) -> Any:
     def during(step: int) -> None:
         for _ in range(times.get(step, 0)):
-            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(number) is not signal.SIG_DFL, "it would end the tests"
+            os.kill(os.getpid(), number)
             time.sleep(0.01)
 
     return during
@@ -1136,11 +1137,27 @@ def test_ctrl_c_with_json(model: ScriptedModel, capsys: pytest.CaptureFixture, t
     assert record["baseline_seconds"] is None and record["speedup"] is None
 
 
-def test_a_second_ctrl_c_does_not_wait(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
-    model.during = press_ctrl_c({1: 2})
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_does_not_wait(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, number: int
+) -> None:
+    model.during = press_ctrl_c({1: 2}, number)
     code, out, err = run(capsys, "Hello?")
     assert (code, out) == (130, "Gr\ufffd\n")
-    assert "interrupted" in err
+    assert "interrupted" in err and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_program_that_has_a_handler_for_sigterm_keeps_it(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
+    try:
+        model.during = press_ctrl_c({1: 1}, signal.SIGTERM)
+        code, out, _ = run(capsys, "Hello?")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, out, seen) == (0, f"{REPLY}\n", [signal.SIGTERM])
 
 
 def test_ctrl_c_while_loading(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -104,27 +104,46 @@ def report_interrupt() -> int:
 
 
 @contextlib.contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that what is made is kept. A handler that it has already stays."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
     """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts.
 
-    patient: no other one does: it would leave the other ranks in the middle of a step.
+    SIGTERM counts as one within `interrupt_on_sigterm`. patient: no other one does: it would leave the other
+    ranks in the middle of a step.
     """
     event = threading.Event()
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if usual[signal.SIGINT] is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process
+        del usual[signal.SIGINT]
+    if usual[signal.SIGTERM] is not signal.default_int_handler:
+        del usual[signal.SIGTERM]
+
+    def set_handlers(own: Callable[[int, object], None] | None) -> None:
+        for number, handler in usual.items():
+            signal.signal(number, own or handler)
 
     def note(_signal: int, _frame: object) -> None:
         event.set()
         if not patient:
-            signal.signal(signal.SIGINT, usual)
+            set_handlers(None)
 
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process
-        yield event
-        return
-    signal.signal(signal.SIGINT, note)
+    set_handlers(note)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, usual)
+        set_handlers(None)
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:

@@ -152,19 +152,23 @@ def after(monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
     monkeypatch.setattr(TextStream, "step", step)
 
 
-def press(times: int) -> None:
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
+def send(number: int) -> None:
+    assert signal.getsignal(number) is not signal.SIG_DFL, "it would end the tests"
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
 
 
-def test_ctrl_c_loses_no_token(
-    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("interrupts_arrive")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_loses_no_token(
+    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    if number == signal.SIGTERM:  # of a job in the background, which ignores Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     flags = [*prompts, "--json", "--batch-size", "2"]
     _, out, _ = run(capsys, *flags)
     whole = answers(out)
-    after(monkeypatch, 14, lambda: press(1))
+    after(monkeypatch, 14, lambda: send(number))
     code, out, err = run(capsys, *flags)
     found = answers(out)
     assert code == 130 and ", interrupted" in err and f"{len(found)} of 5 answers: " in err
