@@ -32,6 +32,8 @@ def answer_together(
     """
     from tqdm import tqdm
 
+    from eagle_fsd.decoding import request
+
     with raise_user_errors():
         rows = [prompt[0].tolist() for prompt in prompts]
         texts = model.generate_many(rows, options, args.batch_size)  # measures the tree if it is auto
@@ -52,6 +54,9 @@ def answer_together(
     except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
         interrupted = True
         answers.add(texts.end())
+    except Exception:  # what ended in the step that failed is whole
+        answers.add([text for text in texts.end() if text.stats.finish_reason != request.INTERRUPTED])
+        raise
     finally:
         answers.write_rest()
         tell(answers.summary(interrupted))

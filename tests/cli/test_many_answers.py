@@ -19,6 +19,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, generate
 from eagle_fsd.cli import many_answers
+from eagle_fsd.decoding import loop
 from eagle_fsd.decoding.many import TextStream
 from eagle_fsd.target.model import TargetModel
 
@@ -216,6 +217,27 @@ def test_answers_that_ended_are_written_whatever_comes(
         else:
             assert record == wanted
     assert len(found) > parts and bool(parts) == isinstance(error, KeyboardInterrupt)
+
+
+def test_an_answer_that_ends_in_the_step_that_fails_is_written(
+    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of a step are told before their keys and values are kept, for which memory may end."""
+    flags, usual = [*prompts, "--json", "--batch-size", "2"], loop.keep
+    stop = answers(run(capsys, *flags)[1])[1]["text"][5]  # so that the second text ends before the first one
+    flags += ["--stop", stop]
+    whole = answers(run(capsys, *flags)[1])
+
+    def keep(*parts: Any) -> Any:
+        if not all(parts[4]):  # there is nothing to keep of a text that has ended
+            raise RuntimeError("a fault")
+        return usual(*parts)
+
+    monkeypatch.setattr(loop, "keep", keep)
+    with pytest.raises(RuntimeError, match="a fault"):
+        generate.main(flags)
+    found = answers(capsys.readouterr().out)
+    assert found and found == [whole[record["number"] - 1] for record in found]
 
 
 def test_a_text_without_a_token_is_an_error_of_its_own(
