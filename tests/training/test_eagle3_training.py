@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.eagle3 import VARIANTS, eagle3_head
 from support.stubs import generator
 from support.tiny_models import HIDDEN, VOCAB, greedy_alone, prompts_of, tiny_model
@@ -278,6 +279,11 @@ def test_taps_of_shards_are_the_targets_hidden_states(tmp_path: Path) -> None:
         extract(TARGET.decoder, EXAMPLES[:1], tmp_path / "plain", WHO, taps=(1, 2))
     with pytest.raises(ValueError, match=r"have no taps: an EAGLE-3 head that reads the taps \[1, 2\]"):
         StoredFeatures([tmp_path / "plain"], WHO, (1, 2))
+    path = tmp_path / "shard_00000.safetensors"
+    whole = load_file(path)
+    save_file({name: part[: 9 if name == "taps" else None].clone() for name, part in whole.items()}, path)
+    with pytest.raises(ValueError, match=r"no whole feature shard \(taps has \[9\] rows, tokens"):
+        StoredFeatures([tmp_path], WHO, (1, 2))
 
 
 def test_few_layers_have_three_taps_too() -> None:

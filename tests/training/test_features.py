@@ -154,8 +154,13 @@ def test_differences_are_named_by_their_path() -> None:
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
-    (tmp_path / "shard_00000.safetensors").write_bytes(b"half a file")
+    shard = tmp_path / "shard_00000.safetensors"
     (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO, "count": 1, "shard_examples": 1}))
+    shard.write_bytes(b"half a file")
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
+        StoredFeatures([tmp_path], WHO)
+    shard.unlink()
+    shard.mkdir()  # which is no file that can be read
     with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
         StoredFeatures([tmp_path], WHO)
 
@@ -165,6 +170,8 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     [
         ("offsets", lambda old: old * torch.tensor([1, 9, 1]), "its offsets do not divide its tokens"),
         ("offsets", lambda old: old - torch.tensor([0, 9, 0]), "its offsets do not divide its tokens"),
+        ("offsets", lambda old: old + torch.tensor([1, 0, 0]), "its offsets do not divide its tokens"),
+        ("offsets", lambda old: old * torch.tensor([1, 0, 1]), "its offsets do not divide its tokens"),
         ("offsets", lambda old: old[:2], "its offsets do not divide its tokens"),
         ("learn", lambda old: old[:-1], "its offsets do not divide its tokens"),
         ("features", lambda old: old[:-1], r"features has \[7\] rows, tokens \[8\]"),
@@ -236,6 +243,11 @@ def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
     for process in (0, 2):
         extract(target, examples, tmp_path, WHO, share=(process, 3), **settings)
     assert len(everything(tmp_path)) == 7
+    twice = StoredFeatures([tmp_path, tmp_path], {"name": WHO["name"]})  # nothing else of it is compared
+    assert twice.counts == [7, 7] and len(twice.tokens) == 14
+    (tmp_path / "shard_00003.safetensors").rename(tmp_path / "shard_00004.safetensors")
+    with pytest.raises(ValueError, match=r"of 4 shards: the extraction did not end; start it again"):
+        StoredFeatures([tmp_path], WHO)
 
 
 def test_online_features_are_those_of_the_shards(tmp_path: Path) -> None:

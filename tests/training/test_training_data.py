@@ -167,6 +167,7 @@ QUESTION, ANSWER = ({"role": "user", "content": "hi"}, {"role": "assistant", "co
         ),
         ({"messages": None, "prompt": None, "completion": None, "instruction": "hi", "output": "yes"}, None),
         ({"messages": [], "prompt": "hi", "completion": "yes"}, None),
+        ({"conversations": [], "messages": [QUESTION, ANSWER]}, None),
     ],
 )
 def test_pairs_of_every_kind_are_turns(row: dict[str, Any], turns: list[dict[str, str]] | None) -> None:
@@ -209,6 +210,7 @@ def test_a_row_of_no_known_kind_is_told_the_kinds(row: dict[str, Any], remedy: s
     [
         ({"prompt": "hi", "completion": None}, "empty answer"),
         ({"instruction": "hi", "output": None}, "empty answer"),
+        ({"prompt": None, "completion": "yes"}, "empty answer"),
         ({"prompt": [QUESTION], "completion": []}, "empty answer"),
         (
             {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [{}]}, ANSWER]},
@@ -288,6 +290,7 @@ def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
     examples, skipped = load_examples(path, LetterTokenizer(), 40)
     assert len(examples) == 2
     assert skipped.counts == {"empty answer": 1, "nothing to learn within max_length": 1}
+    assert len(load_examples(path, LetterTokenizer(), 40, limit=2)[0]) == 2  # skipped rows do not count
     path.write_text(json.dumps(conversation("a", "")) + "\n")
     with pytest.raises(ValueError, match="no usable row"):
         load_examples(path, LetterTokenizer(), 40)

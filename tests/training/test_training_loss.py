@@ -253,6 +253,8 @@ def test_the_loss_is_the_weighted_mean_of_its_parts_over_the_steps() -> None:
         )
     assert found.item() == pytest.approx(total.item() / 1.75, rel=1e-4)
     assert entropies.tolist() == pytest.approx(plain_entropies, rel=1e-4)
+    first, _ = head_loss(head, batch, lm_head(), Readout(weight), std, 3, LossWeights(decay=0.0))
+    assert first.item() == pytest.approx(plain_entropies[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
