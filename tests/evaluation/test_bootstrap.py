@@ -193,6 +193,7 @@ def test_a_resample_that_draws_nothing_is_left_out() -> None:
 
 def test_fewer_samples_cut_off_less() -> None:
     tails = [expanded_tail(0.025, samples) for samples in (3, 5, 20, 100, 10_000)]
+    assert tails[1] == pytest.approx(0.00095, rel=0.05)  # t of 4 degrees is -2.776, times sqrt(5 / 4)
     assert tails == sorted(tails) and tails[0] < 0.001 and tails[-1] == pytest.approx(0.025, rel=0.01)
 
 
@@ -207,6 +208,7 @@ def test_students_t_is_scipys(freedom: int) -> None:
 def test_a_scaled_estimate_keeps_its_interval_in_order() -> None:
     assert Estimate(1.0, 0.0, 2.0, 5).scaled(-2) == Estimate(-2.0, -4.0, 0.0, 5)
     assert Estimate(1.0, 0.0, 2.0, 5).scaled(1, shift=-1.0) == Estimate(0.0, -1.0, 1.0, 5)
+    assert Estimate(3.0, 2.0, 5.0, 5).scaled(-2, shift=-1.0) == Estimate(-4.0, -8.0, -2.0, 5)
     assert Estimate(1.0, None, None, 1).scaled(-1) == Estimate(-1.0, None, None, 1)
 
 

@@ -28,6 +28,7 @@ from eagle_fsd.files.jsonl import append_row, drop_torn_line
 
 HOW = Bootstrap(resamples=500)
 JS = fuzzy(0.3)
+UNGUARDED = fuzzy(0.3, min_gain=0.0, price=0.0, cost="tokens")
 SPEED, TAU = "tokens_per_second", "tau"
 
 
@@ -101,6 +102,7 @@ def test_points_tell_the_truth() -> None:
     assert found.values["law_tv"].value == pytest.approx(0.04)
     assert found.values["law_kl"].value == pytest.approx(0.064)
     assert found.values["fuzzy_share"].value == pytest.approx(0.2, abs=0.01)
+    assert found.values["limit_rate"].value < 0.05
     assert point(panel, "lossless").changes == {} and point(panel, "lossless").values["law_tv"].value == 0
 
 
@@ -167,6 +169,8 @@ def test_other_seeds_are_no_pairs_and_seeds_of_a_sample_go_together() -> None:
     )
     found = point(twice, "js 0.3 hybrid")
     assert (found.samples, found.pairs, found.changes[TAU].difference.samples) == (24, 24, 12)
+    tokens, steps = (sum(getattr(row, name) for row in found.rows) for name in ("new_tokens", "steps"))
+    assert found.values[TAU].value == pytest.approx(tokens / steps)
 
 
 def test_scores_are_weighted_as_their_task_says() -> None:
@@ -181,8 +185,10 @@ def test_scores_are_weighted_as_their_task_says() -> None:
 
 
 def test_rows_of_before_a_guard_are_of_the_rule_without_it() -> None:
-    old, new = cell_rows(fuzzy(0.3), Truth(), 1)[0], cell_rows(fuzzy(0.3, min_gain=0.0), Truth(), 1)[0]
+    old, new = cell_rows(fuzzy(0.3), Truth(), 1)[0], cell_rows(UNGUARDED, Truth(), 1)[0]
     assert "min_gain" not in old["rule"] and Row.of(old).rule == Row.of(new).rule
+    planned = cell_rows(fuzzy(0.3, price=1.0, cost="kl"), Truth(), 1)[0]
+    assert Row.of(planned).rule == {**planned["rule"], "min_gain": 0.0}
 
 
 def test_without_lossless_there_is_nothing_to_compare_with() -> None:
@@ -195,8 +201,12 @@ def test_without_lossless_there_is_nothing_to_compare_with() -> None:
 def test_an_infinite_distance_is_unknown_not_left_out_of_the_mean() -> None:
     rows = cell_rows(JS, Truth(tv=0.1), 6)
     rows[2]["law"]["kl"] = None
-    found = only_panel(cell_rows(LOSSLESS, Truth(), 6), rows).points[1]
+    panel = only_panel(cell_rows(LOSSLESS, Truth(), 6), rows)
+    found = panel.points[1]
     assert "law_kl" not in found.values and "law_kl" not in found.changes and "law_tv" in found.changes
+    assert winners(panel.points, QUALITIES["law_kl"], TAU) == []  # lossless alone is known
+    rows[2]["law"] = None
+    assert "law_tv" not in only_panel(rows).points[0].values
 
 
 def test_answers_without_tokens_have_no_likelihood() -> None:
@@ -215,6 +225,8 @@ def test_seconds_of_other_machines_are_not_compared() -> None:
         assert SPEED in found.values and SPEED not in found.changes and TAU in found.changes
         mixed = only_panel(lossless, [*here[:4], *away[4:]]).points[1]
         assert SPEED not in mixed.values and TAU in mixed.values
+        alone = only_panel([*lossless[:4], *(row | fields for row in lossless[4:])]).points[0]
+        assert speedup(alone, SPEED) is None and speedup(alone, TAU).value == 1
 
 
 def test_rows_of_a_batch_share_its_seconds() -> None:
@@ -255,17 +267,17 @@ def test_weights_that_changed_under_a_name_are_refused() -> None:
 
 
 def given(label: str, fast: float, loss: float, spread: float = 0.001) -> Point:
-    """A point that is `fast` times lossless in tau and loses `loss` of its log p of -1."""
+    """A point that is `fast` times lossless in tau and loses `loss` of its log p of -2."""
 
     def about(value: float) -> Estimate:
         return Estimate(value, value - spread, value + spread, 10)
 
     changes = {
         TAU: Change(about(fast - 1), about(fast)),
-        "log_p": Change(about(-loss), about(1 + loss)),
+        "log_p": Change(about(-2 * loss), about(1 + loss)),
         "score:strict": Change(about(-loss), None),
     }
-    values = {TAU: about(fast), "log_p": about(-1 - loss)}
+    values = {TAU: about(fast), "log_p": about(-2 - 2 * loss)}
     return Point(label, label.split()[0], (), 10, 10, values, changes, ())
 
 
@@ -316,6 +328,9 @@ def test_winners_are_the_fastest_within_the_loss() -> None:
     found = winners(panel.points, QUALITIES["log_p"], TAU)
     assert LOSSES == (0.005, 0.01, 0.02, 0.05)
     assert [point.label for point in found] == ["slow 1", "fast 1", "fast 1", "fast 2"]
+    at_levels = panel_with(given("at 1", 1.1, 0.01), given("at 2", 1.2, 0.02))
+    found = winners(at_levels.points, quality_named("strict", [at_levels]), TAU)
+    assert [point.label for point in found] == ["lossless", "at 1", "at 2", "at 2"]
     only_slower = panel_with(given("worse 1", 0.9, -0.1))
     assert {point.label for point in winners(only_slower.points, QUALITIES["log_p"], TAU)} == {"lossless"}
 
@@ -414,6 +429,8 @@ def test_rows_that_would_count_twice_are_refused(tmp_path: Path) -> None:
     rows = cell_rows(JS, Truth(), 3)
     first, second = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows[2:])
     assert [len(found) for found in read_raw_rows([first]).values()] == [3]
+    seeds = write_rows(tmp_path / "seeds.jsonl", [rows[0], rows[0] | {"seed": 50}])
+    assert [len(found) for found in read_raw_rows([seeds]).values()] == [2]
     with pytest.raises(ValueError, match=r"b.jsonl:1: is the cell, sample and seed of .*a.jsonl:3 again"):
         read_raw_rows([first, second])
     with pytest.raises(ValueError, match=r"a.jsonl is given twice"):

@@ -28,11 +28,13 @@ def test_repeated_tokens_are_those_that_end_a_group_seen_before() -> None:
         ([], False),
         ([5] * 24, True),
         ([5] * 23, False),  # too short to say
+        ([9, *[5] * 23], False),
         ([*range(40), *[1, 2, 3, 4, 5] * 5], True),  # 25 tokens, five rounds
         ([*range(40), *[1, 2, 3, 4, 5] * 4], False),  # 20 tokens
         ([*range(40), *[1, 2, 3, 4, 5] * 5, 9], False),  # it got out
         ([*range(30)] * 3, True),
         ([*range(30)] * 2, False),
+        ([*range(64)] * 3, True),
         ([*range(65)] * 3, False),  # longer than a loop is looked for
     ],
 )
