@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,8 @@ from eagle_fsd.serve import build_parser, check_arguments, make_settings
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.errors import ApiError
-from eagle_fsd.serving.work.jobs import Job
+from eagle_fsd.serving.metrics import Metrics
+from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.streamed import StreamedText
 
@@ -322,6 +324,7 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ({"surprise": 1}, "surprise", "unknown_field"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"\u0663": 1}}, "logit_bias", "invalid_value"),
         ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
         ({"bad_words": [""]}, "bad_words.0", "invalid_value"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value"),
@@ -544,6 +547,7 @@ def test_tokens_there_and_back(client: TestClient) -> None:
     assert post(client, "/tokenize", prompt="Hello").json()["count"] == 6
     assert post(client, "/tokenize", messages=CHAT).json()["tokens"] == chat_ids()
     error_of(post(client, "/tokenize"), 400)
+    error_of(post(client, "/tokenize", prompt="Hello", messages=CHAT), 400)
     error_of(post(client, "/detokenize", tokens=[-1]), 400)
 
 
@@ -632,11 +636,51 @@ def test_metrics_count_what_was_done() -> None:
     assert values["step_seconds", "verify"] > 0
 
 
+def blank_job(number: int) -> Job:
+    return Job([1], 1, Terms(()), (0, number), StreamedText(tiny_engine().tokenizer), print)
+
+
 def test_texts_that_have_a_place_do_not_wait_though_no_step_has_begun() -> None:
     worker = client_of(limits=Limits(max_rows=2, max_queue=1)).app.state.service.worker  # not started
-    for number in range(3):
+    jobs = [blank_job(number) for number in range(4)]
+    for number, job in enumerate(jobs[:3]):
         assert (worker.running, worker.waiting) == (number, 0)
-        worker.submit([Job([1], 1, Terms(()), (0, number), StreamedText(tiny_engine().tokenizer), print)])
+        worker.submit([job])
     assert (worker.running, worker.waiting) == (2, 1)
     with pytest.raises(ApiError, match="busy, and 1 text waits already: try again in 10 s"):
-        worker.submit([Job([1], 1, Terms(()), (0, 3), StreamedText(tiny_engine().tokenizer), print)])
+        worker.submit(jobs[3:])
+    worker.cancel(jobs[1:2])
+    assert worker._take_in()
+    assert [job.stream[1] for job in worker._texts.values()] == [0, 2]  # first come, first served
+
+
+def test_a_busy_server_says_how_long_its_texts_took_lately() -> None:
+    worker, job = client_of(limits=Limits(max_rows=2)).app.state.service.worker, blank_job(0)
+    job.clock.started = time.perf_counter() - 20
+    worker._count(job, News(finish_reason="stop"))
+    assert worker.seconds_to_wait() == 50  # a fifth of 2 texts in 20 s, beside none before
+    for speed, seconds in ((0.05, 20), (4.0, 1), (0.001, 60)):
+        worker._speed = speed
+        assert worker.seconds_to_wait() == seconds
+
+
+def test_metrics_measure_from_the_arrival_and_between_single_tokens() -> None:
+    metrics, job = Metrics(), blank_job(0)
+    job.clock.submitted, job.clock.started = 1.0, 3.0
+    metrics.started(job)
+    metrics.emitted(job, 4, 5.0)
+    job.clock.last = 5.0
+    metrics.emitted(job, 4, 7.0)
+    sums = {
+        "request_queue_time_seconds": 2,
+        "time_to_first_token_seconds": 4,
+        "inter_token_latency_seconds": 2,
+    }
+    for name, seconds in sums.items():
+        assert metrics.registry.get_sample_value(f"eagle_fsd_{name}_sum") == seconds
+
+
+def test_what_was_read_before_is_no_time_of_this_prompt() -> None:
+    with client_of() as client:
+        client.app.state.service.worker.phase_seconds = lambda _: 100.0
+        assert post(client, max_tokens=4).json()["timings"]["prompt_ms"] == 0

@@ -12,10 +12,12 @@ pytest.importorskip("prometheus_client", reason='the server needs the extra: pip
 
 from pydantic import ValidationError
 
-from eagle_fsd import AutoThreshold, Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd import AutoThreshold, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical
 from eagle_fsd.acceptance.other_rules import Cactus, PublishedFSD
 from eagle_fsd.acceptance.rule_names import RULES
+from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
+from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.serving.protocol import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
@@ -58,6 +60,33 @@ def test_a_boolean_is_no_number() -> None:
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_what_names_a_client_changes_nothing(name: str) -> None:
     assert chat(**{name: "me"}) == chat()
+
+
+def test_what_clients_send_of_their_own_accord_is_taken() -> None:
+    sent = {"service_tier": "auto", "store": False, "modalities": ["text"], "functions": [], "echo": False}
+    sent |= {"function_call": "auto", "metadata": {"a": "b"}, "user": "c", "safety_identifier": "d"}
+    assert chat(**sent, prompt_cache_key="e", cache_prompt=True) == chat()
+
+
+def test_as_much_is_taken_as_is_said() -> None:
+    most = {"stop": ["x" * 200] * 16, "seed": 2**63 - 1, "suppress_tokens": [1] * 1024, "top_logprobs": 20}
+    assert chat(**most, logprobs=True).stop == most["stop"]
+    more = {"stop": ["x" * 201], "seed": 2**63, "suppress_tokens": [1] * 1025, "top_logprobs": 21}
+    for name, value in more.items():
+        with pytest.raises(ValidationError, match=name):
+            chat(**{"logprobs": True, name: value})
+
+
+def test_how_many_likely_tokens_are_told() -> None:
+    asked = ({}, {"top_logprobs": 0}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3})
+    assert [chat(**one).top_tokens for one in asked] == [None, None, 0, 3]
+    plain = [CompletionRequest(prompt="a", logprobs=count) for count in (None, False, 0, 3)]
+    assert [one.top_tokens for one in plain] == [None, None, 0, 3]
+
+
+def test_a_template_is_given_what_is_there() -> None:
+    assert chat(chat_template_kwargs={"a": 1}).template == {"a": 1}
+    assert chat(chat_template_kwargs={"a": 1}, documents=["b"]).template == {"a": 1, "documents": ["b"]}
 
 
 def test_null_means_absent() -> None:
@@ -218,31 +247,70 @@ def test_every_rule_can_be_named() -> None:
         assert type(requested_rule(chat(rule=name), Lossless())) is rule
 
 
+class Calibrated:
+    """An engine that counts how often its calibration is read."""
+
+    class target:
+        eos_token_ids, vocab_size, max_positions = (1,), 9, 12
+
+    asked = 0
+
+    def __init__(self) -> None:
+        self.required: list[Any] = []
+
+    def within_budget(self, wanted: AutoThreshold, sampling: Any, tree: TreeConfig) -> Any:
+        assert tree == TreeConfig(4, 3, 2), "a budget holds for a tree"
+        self.asked += 1
+        return Fuzzy(10 * wanted.quality_budget), None
+
+    @property
+    def settler(self) -> Any:
+        return self
+
+    def require_rule(self, rule: Any) -> None:
+        self.required.append(rule)
+
+
+def chooser(limits: Limits | None = None, usual: Defaults | None = None) -> Chooser:
+    model: Any = Calibrated()
+    return Chooser(model, limits or Limits(), usual or Defaults(), TreeConfig(4, 3, 2))
+
+
 def test_a_calibrated_threshold_is_looked_up_once() -> None:
     """Looking it up reads all of the head's weights."""
-
-    class Calibrated:
-        class target:
-            eos_token_ids, vocab_size = (1,), 9
-
-        asked = 0
-
-        def within_budget(self, wanted: AutoThreshold, sampling: Any, tree: TreeConfig) -> Any:
-            assert tree == TreeConfig(4, 3, 2), "a budget holds for a tree"
-            self.asked += 1
-            return Fuzzy(10 * wanted.quality_budget), None
-
-        @property
-        def settler(self) -> Any:
-            return self
-
-        def require_rule(self, rule: Any) -> None:
-            pass
-
-    model: Any = Calibrated()
-    choose = Chooser(model, Limits(), Defaults(), TreeConfig(4, 3, 2))
+    choose = chooser()
+    model: Any = choose.model
     choices = [choose(chat(quality_budget=budget, seed=4)) for budget in (0.02, 0.02, 0.05)]
     assert [choice.terms.rule.threshold for choice in choices] == [0.2, 0.2, 0.5]
-    assert model.asked == 2
+    assert model.asked == 2 and model.required == [choice.terms.rule for choice in choices]
     assert choices[0].seed is None  # greedy draws nothing
     assert choose(chat(temperature=1, seed=4)).seed == 4
+    for _ in range(2):
+        choose(chat(quality_budget=0.02, temperature=1))
+        choose(chat(quality_budget=0.05))
+    assert model.asked == 3  # a budget holds for a sampling
+
+
+def test_what_a_request_says_holds_though_it_is_zero() -> None:
+    """It switches off what the server has of its own."""
+    processing = Processing.of(presence_penalty=0.5)
+    usual = Defaults(SamplingConfig(0.8, 20, 0.9, 0.1), Lossless(), processing=processing)
+    choose = chooser(usual=usual)
+    terms = choose(chat()).terms
+    assert (terms.sampling, terms.processing) == (usual.sampling, usual.processing)
+    off = choose(chat(temperature=0, top_k=0, top_p=1, min_p=0, presence_penalty=0)).terms
+    assert (off.sampling, off.processing) == (SamplingConfig(), UNPROCESSED)
+    assert choose(chat(seed=0)).seed == 0
+    assert choose(chat(stop_token_ids=[5, 8])).terms.eos_token_ids == (1, 5, 8)
+    with pytest.raises(ApiError, match="stop_token_ids is 9"):
+        choose(chat(stop_token_ids=[9]))
+
+
+@pytest.mark.parametrize(("said", "most"), [(None, 11), (50, 11), (5, 5)])
+def test_a_prompt_leaves_room_for_a_token(said: int | None, most: int) -> None:
+    choose = chooser(Limits(max_prompt_tokens=said))
+    choose.require_prompt([8] * most, "prompt")
+    with pytest.raises(ApiError, match=f"prompt has {most + 1} tokens: at most {most} are taken"):
+        choose.require_prompt([8] * (most + 1), "prompt")
+    with pytest.raises(ApiError, match="prompt has the token 9: ids go from 0 to 8"):
+        choose.require_prompt([9], "prompt")

@@ -31,6 +31,12 @@ def gated(**fields: Any) -> TestClient:
     return TestClient(Gate(echo, **{**usual, **fields}))
 
 
+@pytest.mark.parametrize(("size", "status"), [(100, 200), (101, 413)])
+def test_a_body_may_be_as_large_as_is_said(size: int, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    assert gated().post("/", content=b"1" * size, headers=headers).status_code == status
+
+
 @pytest.mark.parametrize(
     ("content_type", "status"),
     [
