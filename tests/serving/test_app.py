@@ -443,7 +443,8 @@ def test_a_request_can_clear_what_the_server_bans_and_stops_at() -> None:
         plain = post(client, "/v1/completions", prompt="Hi", max_tokens=12).json()["choices"][0]
     first, later = plain["text"][0], plain["text"][3]
     token = tiny_engine().tokenizer(first, add_special_tokens=False).input_ids[0]
-    processing = Processing(suppress_tokens=(token,), logit_bias=(((token,), -5.0),))
+    banned = {"suppress_tokens": (token,), "bad_words_ids": ((token,),)}
+    processing = Processing(**banned, logit_bias=(((token,), -5.0),))
     clear = {"stop": [], "suppress_tokens": [], "logit_bias": {}, "bad_words": []}
     with client_of(defaults=Defaults(stops=(later,), processing=processing)) as client:
         said = [

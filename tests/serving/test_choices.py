@@ -72,6 +72,7 @@ def test_as_much_is_taken_as_is_said() -> None:
     most = {"stop": ["x" * 200] * 16, "seed": 2**63 - 1, "suppress_tokens": [1] * 1024, "top_logprobs": 20}
     assert chat(**most, logprobs=True).stop == most["stop"]
     more = {"stop": ["x" * 201], "seed": 2**63, "suppress_tokens": [1] * 1025, "top_logprobs": 21}
+    more |= {"max_tokens": 0, "threshold": math.nan}
     for name, value in more.items():
         with pytest.raises(ValidationError, match=name):
             chat(**{"logprobs": True, name: value})
@@ -301,6 +302,8 @@ def test_what_a_request_says_holds_though_it_is_zero() -> None:
     off = choose(chat(temperature=0, top_k=0, top_p=1, min_p=0, presence_penalty=0)).terms
     assert (off.sampling, off.processing) == (SamplingConfig(), UNPROCESSED)
     assert choose(chat(seed=0)).seed == 0
+    assert choose(chat(min_tokens=3)).terms.processing.min_new_tokens == 3
+    assert [choose(chat(max_tokens=limit)).limit for limit in (None, 7)] == [1024, 7]
     assert choose(chat(stop_token_ids=[5, 8])).terms.eos_token_ids == (1, 5, 8)
     with pytest.raises(ApiError, match="stop_token_ids is 9"):
         choose(chat(stop_token_ids=[9]))

@@ -71,6 +71,16 @@ def test_too_many_texts_are_refused_before_any_is_encoded(
     assert not encoded
 
 
+def test_as_many_texts_as_find_room_are_taken(client: TestClient) -> None:
+    answer = client.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 36, "max_tokens": 1})
+    assert len(answer.json()["choices"]) == 72
+
+
+def test_an_error_names_no_field_that_the_request_has_not(client: TestClient) -> None:
+    error = refusal(client, rule="js:0.3:child=none")
+    assert error["message"].startswith("child ") and error["param"] is None
+
+
 def test_a_lossless_rule_with_values_is_answered_and_told(client: TestClient) -> None:
     """It is the only rule whose description leaves out the values that it has by default."""
     asked = {"messages": CHAT, "max_tokens": 3, "rule": "lossless:share_noise=false"}
@@ -254,6 +264,7 @@ def test_json_of_many_levels_is_refused(client: TestClient, path: str, body: Any
 
 
 def test_json_of_some_levels_is_read(client: TestClient) -> None:
+    assert "more than 100 levels" in refusal(client, chat_template_kwargs=nested(101))["message"]
     for body in (
         {"messages": call_with(json.dumps(nested(100)))},
         {"messages": CHAT, "chat_template_kwargs": nested(100)},
