@@ -75,7 +75,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     ("asked", "options"),
     [
         ({}, {}),
-        ({"seed": 5, "temperature": 0.8, "top_k": 20}, {"temperature": 0.8, "top_k": 20, "seed": 5}),
+        ({"seed": 0, "temperature": 0.8, "top_k": 20}, {"temperature": 0.8, "top_k": 20, "seed": 0}),
         (
             {"seed": 6, "temperature": 1, "top_p": 0.9, "threshold": 0.2},
             {"temperature": 1.0, "top_p": 0.9, "seed": 6, "rule": Fuzzy(0.2)},
@@ -118,11 +118,13 @@ def test_several_choices_draw_from_streams_of_their_own(client: TestClient) -> N
 
 @pytest.mark.parametrize("prompt", ["Hello", ["Hello", "Bye"], [5, 6, 7], [[5, 6, 7], [8]]])
 def test_completions_continue_texts_and_token_ids(client: TestClient, prompt: Any) -> None:
-    body = post(client, "/v1/completions", prompt=prompt, max_tokens=10, temperature=1, seed=2).json()
+    body = post(client, "/v1/completions", prompt=prompt, n=2, max_tokens=10, temperature=1, seed=2).json()
     lists = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     ids = [tiny_engine().tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in lists]
     expected = [
-        text_alone(one, max_new_tokens=10, temperature=1.0, seed=[(2, row)]) for row, one in enumerate(ids)
+        text_alone(one, max_new_tokens=10, temperature=1.0, seed=[(2, 2 * row + place)])
+        for row, one in enumerate(ids)
+        for place in range(2)
     ]
     assert body["object"] == "text_completion"
     assert [choice["text"] for choice in body["choices"]] == expected
@@ -142,7 +144,7 @@ def test_a_stop_string_ends_a_text_and_is_never_shown(client: TestClient) -> Non
     shown = ""
     for chunk in events(post(client, max_tokens=40, stop=stop, stream=True)):
         shown += chunk["choices"][0]["delta"].get("content", "")
-        assert expected.startswith(shown)
+        assert expected.startswith(shown) and chunk["choices"][0]["delta"] != {"content": ""}
     assert shown == expected
 
 
@@ -284,9 +286,11 @@ def test_bad_words_never_come(client: TestClient) -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient, chat: bool) -> None:
     alone = tiny_engine().generate([chat_ids()], tree=TREE, max_new_tokens=12, logprobs=2).logprobs[0]
+    held = tiny_engine().tokenizer.decode([one.token for one in alone])[:11]  # back, since a stop begins so
     path, asked = URL, {"messages": CHAT, "logprobs": True, "top_logprobs": 2}
     if not chat:
         path, asked = "/v1/completions", {"prompt": chat_ids(), "logprobs": 2}
+    asked["stop"] = f"{held}never"
     whole = client.post(path, json={**asked, "max_tokens": 12}).json()["choices"][0]["logprobs"]
     lines = client.post(path, json={**asked, "max_tokens": 12, "stream": True}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -457,7 +461,8 @@ def test_a_request_can_clear_what_the_server_bans_and_stops_at() -> None:
 
 def test_a_key_is_asked_for_where_there_is_one() -> None:
     with client_of(key="secret") as client:
-        for headers in ({}, {"authorization": "Bearer secreT"}, {"authorization": "secret"}):
+        for said in (None, "Bearer secreT", "secret", "Basic secret"):
+            headers = {} if said is None else {"authorization": said}
             error = error_of(client.get("/v1/models", headers=headers), 401)
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         assert error_of(post(client), 401)
@@ -653,6 +658,12 @@ def test_texts_that_have_a_place_do_not_wait_though_no_step_has_begun() -> None:
     worker.cancel(jobs[1:2])
     assert worker._take_in()
     assert [job.stream[1] for job in worker._texts.values()] == [0, 2]  # first come, first served
+
+
+def test_a_stop_is_looked_for_behind_the_prompt_that_a_text_continues() -> None:
+    """A word has its space there, and none at the beginning of a text."""
+    job = Job([7], 1, Terms(()), (0, 0), StreamedText(tiny_engine().tokenizer, ("a",), [7]), print)
+    assert job.stopping == (("a",), [7]) and blank_job(0).stopping is None
 
 
 def test_a_busy_server_says_how_long_its_texts_took_lately() -> None:

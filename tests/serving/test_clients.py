@@ -137,12 +137,13 @@ def send(url: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_text_of_a_client_that_leaves_is_retired(stream: bool, server: tuple[str, Any]) -> None:
     url, service = server
-    connection = send(url, {**LONG, "n": 3, "stream": stream, "ignore_eos": True})
-    until(lambda: service.worker.running)
+    before = service.metrics.texts.labels("cancelled")._value.get()
+    connection = send(url, {**LONG, "max_tokens": 220, "n": 3, "stream": stream, "ignore_eos": True})
+    until(lambda: sum(job.clock.first is not None for job in list(service.worker._texts.values())) == 3)
     connection.close()
     until(lambda: service.worker.running == service.worker.waiting == 0)
-    ended = service.metrics.texts.labels("cancelled")._value.get()
-    assert ended >= 1
+    assert not service.worker._scheduler.busy
+    assert service.metrics.texts.labels("cancelled")._value.get() > before
     assert client_of(url).chat.completions.create(model=NAME, messages=CHAT, max_tokens=2).choices
 
 

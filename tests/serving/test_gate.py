@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from eagle_fsd.serving.entry.gate import Gate
+from eagle_fsd.serving.entry.gate import DRAINED, Gate
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -35,6 +36,22 @@ def gated(**fields: Any) -> TestClient:
 def test_a_body_may_be_as_large_as_is_said(size: int, status: int) -> None:
     headers = {"content-type": "application/json"}
     assert gated().post("/", content=b"1" * size, headers=headers).status_code == status
+
+
+def test_a_body_that_is_too_large_is_read_up_to_a_point_before_it_is_refused() -> None:
+    """Else its sender, who is still writing, would not see the error."""
+    parts = [{"type": "http.request", "body": b"1" * 100, "more_body": True} for _ in range(2 * DRAINED)]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return parts.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(Gate(echo, None, (), 100, bool, lambda *_: None)(scope, receive, send))
+    assert sent[0]["status"] == 413 and len(parts) == DRAINED - 1 > 3
 
 
 @pytest.mark.parametrize(

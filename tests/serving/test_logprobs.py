@@ -33,8 +33,9 @@ def tables(
     chat: bool = False,
     prompt: Sequence[str] = (),
     chunks: int = 1,
+    own: float = -1.0,
 ) -> list[dict[str, Any]]:
-    """Return the log-probabilities of an answer of these tokens, by chunks. top: at every place."""
+    """Return the log-probabilities of an answer of these tokens, by chunks. top, own: at every place."""
     ids = tokenizer.convert_tokens_to_ids
     written = StreamedText(tokenizer, (), ids(list(prompt)))
     job = Job(ids(list(prompt)), 99, None, (0, 0), written, lambda news: None)
@@ -42,7 +43,7 @@ def tables(
     choice = SimpleNamespace(tools=None, described={}, seed=0)
     answer = Answer(chat, "tiny", [job], choice, len(prompt), tables=write)
     likeliest = [(ids(token), value) for token, value in top]
-    made = [TokenLogprob(token, -1.0, likeliest) for token in ids(list(tokens))]
+    made = [TokenLogprob(token, own, likeliest) for token in ids(list(tokens))]
     size = -(-len(made) // chunks)
     parts = [made[start : start + size] for start in range(0, len(made), size)]
     return [answer._choice(0, {}, News((), part))["logprobs"] for part in parts]
@@ -68,6 +69,9 @@ def test_of_likely_tokens_that_look_the_same_the_likeliest_is_told() -> None:
     assert found["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0}]
     (found,) = tables(BYTES, ["a"], [(EURO[2], -float("inf"))])
     assert found["top_logprobs"] == [{"\ufffd": -9999.0}]
+    for chat in (True, False):  # JSON has no infinity
+        (found,) = tables(BYTES, ["a"], chat=chat, own=-float("inf"))
+        assert (found["content"][0]["logprob"] if chat else found["token_logprobs"][0]) == -9999.0
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
