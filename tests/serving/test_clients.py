@@ -22,7 +22,7 @@ from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
-from eagle_fsd.decoding.steps.failures import NonFiniteLogits
+from eagle_fsd.decoding.steps.failures import NonFiniteLogits, NothingAllowed
 from eagle_fsd.serving.answers import event
 from eagle_fsd.serving.app import Service
 from eagle_fsd.serving.choices import Limits
@@ -168,11 +168,16 @@ def beside_a_whole_stream(client: openai.OpenAI) -> Iterator[None]:
         assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
 
 
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize(
+    ("at", "told"), [(1, "generation_failed"), (2, "generation_failed"), (1, "nothing_allowed")]
+)
 def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
-    at: int, monkeypatch: pytest.MonkeyPatch
+    at: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch is lost. Its other texts are made again, and what they showed already is not shown twice."""
+    """The batch is lost. Its other texts are made again, and what they showed already is not shown twice.
+
+    So it is where several ranks decode and the options of one text leave it no token.
+    """
     step, failed = Scheduler.step, []
     marked = chat_ids([{"role": "user", "content": "bad"}])
 
@@ -180,18 +185,23 @@ def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
         bad = next((text for text in scheduler.decoding if list(text.prompt) == marked), None)
         if bad is not None and bad.stats.steps >= at and len(scheduler.decoding) > 1:
             failed.append(bad.number)
-            raise NonFiniteLogits(bad.stats.steps + 1, bad.number)
+            step_number = bad.stats.steps + 1
+            raise (
+                NothingAllowed(bad) if told == "nothing_allowed" else NonFiniteLogits(step_number, bad.number)
+            )
         return step(scheduler)
 
     monkeypatch.setattr(Scheduler, "step", broken)
     with running(settings()) as (url, _):
         client = client_of(url)
         with beside_a_whole_stream(client):
-            with pytest.raises(openai.InternalServerError, match="logits are not finite") as found:
+            words = "the options allow no token|logits are not finite"
+            with pytest.raises(openai.APIStatusError, match=words) as found:
                 client.chat.completions.create(
                     **{**LONG, "messages": [{"role": "user", "content": "bad"}], "max_tokens": 60}
                 )
-            assert found.value.code == "generation_failed" and failed
+            assert found.value.code == told and failed
+            assert found.value.status_code == (400 if told == "nothing_allowed" else 500)
 
 
 def test_a_text_whose_options_leave_no_token_ends_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,7 @@ from eagle_fsd.training.schedule import initialise, learning_rate_at, widen
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    config = replace(FAST, noise=0.1)
+    config = replace(FAST, noise=0.1, accumulate=2)
     require_exact_resume(lambda folder: trainer_for(folder, config), tmp_path)
 
 
@@ -279,9 +279,13 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_does_harm(tmp_path
     assert not (tmp_path / CHECKPOINT).exists()
 
 
-def test_gradients_are_clipped(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, replace(FAST, clip=0.01))
+def test_gradients_are_clipped_and_a_step_has_the_rate_of_its_place(tmp_path: Path) -> None:
+    trainer, rates = trainer_for(tmp_path, replace(FAST, clip=0.01)), []
+    trainer.step = 4
+    wanted, step = learning_rate_at(trainer.progress(), trainer.config), trainer.optimizer.step
+    trainer.optimizer.step = lambda rate: rates.append(rate) or step(rate)
     report = trainer.train_step(next(trainer.lessons()))
+    assert rates == [wanted] and wanted < trainer.config.learning_rate
     squares = [parameter.grad.square().sum() for parameter in trainer.head.parameters()]
     assert report.norm > 0.02 and torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-3)
 
