@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
@@ -198,6 +199,9 @@ def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with torch.no_grad():
             trainer.head.fc.weight.fill_(step)
         trainer.evaluate_and_keep()
+    trainer.save()
+    again = trainer_for(tmp_path, FAST)
+    assert again.resume() and again.best == 2.5
     best = read_checkpoint(tmp_path / BEST)
     assert (
         best["step"] == 1 and best["held_out"] == {"chain_tau": 2.5} and best["head"]["fc.weight"].eq(1).all()
@@ -280,12 +284,14 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_does_harm(tmp_path
 
 
 def test_gradients_are_clipped_and_a_step_has_the_rate_of_its_place(tmp_path: Path) -> None:
-    trainer, rates = trainer_for(tmp_path, replace(FAST, clip=0.01)), []
+    trainer, rates = trainer_for(tmp_path, replace(FAST, clip=0.01, unroll_after=4 / 12)), []
     trainer.step = 4
+    assert trainer.progress() == trainer.config.unroll_after
     wanted, step = learning_rate_at(trainer.progress(), trainer.config), trainer.optimizer.step
     trainer.optimizer.step = lambda rate: rates.append(rate) or step(rate)
     report = trainer.train_step(next(trainer.lessons()))
     assert rates == [wanted] and wanted < trainer.config.learning_rate
+    assert len(report.record()["cross_entropy"]) == trainer.config.unroll
     squares = [parameter.grad.square().sum() for parameter in trainer.head.parameters()]
     assert report.norm > 0.02 and torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-3)
 
@@ -296,6 +302,15 @@ def test_drafting_steps_begin_after_their_share_of_the_run(tmp_path: Path) -> No
     records = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
     steps = [len(record["cross_entropy"]) for record in records if "loss" in record]
     assert steps == [1 if step < 0.3 * len(steps) else 2 for step in range(len(steps))]
+
+
+def test_processes_divide_the_batches_of_a_step(tmp_path: Path) -> None:
+    trainer, shares = trainer_for(tmp_path, FAST), []
+    trainer.batches_per_step, trainer.step = 4, 1
+    for place in range(2):
+        trainer.accelerator = SimpleNamespace(process_index=place, num_processes=2)
+        shares.append([number for number, _ in next(trainer.shares())])
+    assert shares == [[4, 6], [5, 7]]
 
 
 def test_minutes_end_the_schedule_too(tmp_path: Path) -> None:
