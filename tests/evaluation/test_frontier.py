@@ -21,7 +21,7 @@ from eagle_fsd.evaluation.analysis.frontier import (
     undominated,
     winners,
 )
-from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
+from eagle_fsd.evaluation.analysis.points import MEASURES, Panel, Point, drawn_by_rule, panels
 from eagle_fsd.evaluation.analysis.rule_labels import name_rule
 from eagle_fsd.evaluation.rows import Row, read_raw_rows, read_rows
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
@@ -159,6 +159,11 @@ def test_a_sweep_that_is_not_done_is_compared_on_what_both_have() -> None:
     assert (found.samples, found.pairs) == (25, 10)
     same = point(only_panel(lossless[20:], part[:10]), "js 0.3 hybrid")
     assert found.changes == same.changes and found.values != same.values
+    drawn = [
+        drawn_by_rule(only_panel(*cells).points, MEASURES[TAU], HOW)
+        for cells in ((lossless, part), (lossless[20:], part[:10]))
+    ]
+    assert drawn[0].shape == (501, 2) and (drawn[0] == drawn[1]).all()
 
 
 def test_other_seeds_are_no_pairs_and_seeds_of_a_sample_go_together() -> None:
