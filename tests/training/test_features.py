@@ -208,6 +208,7 @@ def test_what_is_there_shows_no_bar(tmp_path: Path, capsys: pytest.CaptureFixtur
     target, examples = tiny_target().base_model, [Example([1, 2, 3], [True] * 3)]
     extract(target, examples, tmp_path, WHO)
     assert " 1/1 [" in capsys.readouterr().err
+    assert everything(tmp_path)[0].features.dtype == torch.bfloat16  # half of the disk
     extract(target, examples, tmp_path, WHO)
     assert capsys.readouterr().err == ""
 
