@@ -112,9 +112,17 @@ def test_no_rule_of_draws_beats_the_swapping_plan_on_a_tree() -> None:
 
 
 def test_rules_that_know_the_text_are_refused() -> None:
-    rules: tuple[AcceptanceRule, ...] = (Lossless(), Fuzzy(0.3, max_consecutive=1))
-    with pytest.raises(ValueError, match="max_consecutive and exact_prefix depend on what was accepted"):
-        StepMeter(rules, 1)
+    for rule in (Fuzzy(0.3, max_consecutive=1), Fuzzy(0.3, exact_prefix=4)):
+        rules: tuple[AcceptanceRule, ...] = (Lossless(), rule)
+        with pytest.raises(ValueError, match="max_consecutive and exact_prefix depend on what was accepted"):
+            StepMeter(rules, 1)
+
+
+def test_an_infinite_distance_is_null_in_a_row() -> None:
+    meter = StepMeter([Lossless()], 1)
+    meter.sums[0, 0] = torch.tensor([3.0, 0.5, math.inf])
+    (found,) = meter.row(0)["expected"]
+    assert found == {"rule": {"name": "lossless"}, "new_tokens": 3.0, "law": {"tv": 0.5, "kl": None}}
 
 
 def row_of_steps(sample: str, tokens: float) -> dict[str, Any]:

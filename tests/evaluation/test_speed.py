@@ -52,7 +52,7 @@ def stub(name: str, seconds: float, calls: list[tuple[str, int]]) -> Method:
     def answer(prompts: Sequence[Sequence[int]]) -> Answers:
         calls.append((name, len(prompts)))
         stats = GenerationStats(steps=1, new_tokens=2, seconds=seconds, verify_seconds=seconds / 2)
-        tree = None if name == "hf" else TreeConfig(4)
+        tree = None if name == "hf" else TreeConfig(1 if name == "plain" else 4)
         return Answers([[1, 2]] * len(prompts), [stats] * len(prompts), tree)
 
     return answer
@@ -88,6 +88,8 @@ def test_every_method_answers_every_batch_in_rotating_order() -> None:
         *("plain", "lossless", "hf"),
         *("lossless", "hf", "plain"),
     ]
+    assert [row["prompts"] for row in rows[::3]] == [[0, 1], [2, 3], [4]]
+    assert [row["tree"] for row in rows[:3]] == [None, None, "4/5/8"]  # plain decoding has no tree
     assert [name for name, _ in calls[:9]] == ["hf"] * 3 + ["plain"] * 3 + ["lossless"] * 3  # untimed
     assert [size for _, size in calls[9:]] == [2] * 6 + [1] * 3
     assert all(row["said"] == len(row["prompts"]) and row["peak_memory"] > 10**6 for row in rows)
@@ -286,6 +288,7 @@ def test_methods_with_looked_up_drafts() -> None:
             one = method(name, loaded, lambda: pytest.fail("no other model is needed"), SETTING)
             assert one(prompts[:1]).tokens == wanted and one(prompts[:1]).tree == TreeConfig(4, 2, 2)
             assert engine_of(loaded, parse_own(name)).drafter.name == drafter
+    assert engine_of(model, parse_own("lossless")).settler is model.settler  # no tree is measured twice
     with pytest.raises(ValueError, match=r"method is 'hf\+lookup'"):
         method("hf+lookup", model, lambda: pytest.fail("no model is needed to refuse"), SETTING)
 
