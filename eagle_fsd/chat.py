@@ -30,7 +30,7 @@ from eagle_fsd.cli.flags.processing import add_template_flag, with_bad_words
 from eagle_fsd.cli.mistakes import UserError, explain_lack_of_memory, raise_user_errors, run_on_stdout
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.cli.start import begin_early, load_model
-from eagle_fsd.core.checks import defer_interrupt, one_line, tell
+from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
@@ -234,7 +234,8 @@ def program(argv: Sequence[str] | None = None) -> int:
             return 0
 
     try:
-        return run_on_stdout(work, parser.prog, args.verbose)
+        with on_ending_signals(leave):  # what the head has learned is saved
+            return run_on_stdout(work, parser.prog, args.verbose)
     finally:
         HEAD_START.end()
 

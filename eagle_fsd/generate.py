@@ -1,14 +1,15 @@
 """`python -m eagle_fsd.generate`: answer prompts on the command line with draft trees and fuzzy acceptance.
 
 stdout carries only the text as it is made, or with --json one object per prompt (JSON_KEYS). Summaries and
-errors go to stderr. Exit codes: 0; 2 for a user's mistake (one line, no traceback); 130 after Ctrl-C or
-SIGTERM (the text so far is kept); 141 if the reader of stdout went away. An unexpected exception keeps its
-traceback.
+errors go to stderr. Exit codes: 0; 2 for a user's mistake (one line, no traceback); 130 after Ctrl-C,
+SIGTERM or the end of the terminal (the text so far is kept); 141 if the reader of stdout went away. An
+unexpected exception keeps its traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import (
     INTERRUPTED,
     defer_interrupt,
-    interrupt_on_sigterm,
+    on_ending_signals,
     report_interrupt,
     tell,
 )
@@ -265,10 +266,10 @@ def program(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return report_interrupt()
 
-    # Of several ranks, torchrun ends all by SIGTERM: none may wait for another.
-    as_usual = contextlib.nullcontext() if args.tp_plan is not None else interrupt_on_sigterm()
     try:
-        with as_usual:
+        with contextlib.ExitStack() as keeping:
+            if args.tp_plan is None:  # else torchrun ends all ranks by SIGTERM, and none may wait for another
+                keeping.enter_context(on_ending_signals(signal.default_int_handler))
             return run_on_stdout(work, parser.prog, args.verbose)
     finally:
         HEAD_START.end()

@@ -78,10 +78,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def interrupts_arrive() -> Iterator[None]:
-    """Whatever runs the tests: a job in the background is started with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Whatever runs the tests: jobs in the background ignore Ctrl-C, and under nohup the terminal's end."""
+    from eagle_fsd.core.checks import ENDING
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    before |= {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

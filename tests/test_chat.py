@@ -27,6 +27,7 @@ from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
 from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, write_calibrations
 from eagle_fsd.cli import mistakes
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
+from eagle_fsd.core.checks import ENDING
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.target.session import TargetSession
@@ -407,6 +408,27 @@ def test_a_turn_stays_if_the_head_cannot_learn_from_it(
     answer = text_alone(chat_ids([turn("user", "Hi")]), max_new_tokens=15)
     assert json.loads(saved.read_text()) == {"messages": [turn("user", "Hi"), turn("assistant", answer)]}
     assert capsys.readouterr().out.startswith(f"{answer}\n")
+
+
+@pytest.mark.usefixtures("interrupts_arrive")
+@pytest.mark.parametrize("number", ENDING)
+def test_what_a_head_has_learned_is_saved_when_the_chat_is_ended(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, saved = EagleFSD.stream, list[object]()
+
+    def ended(model: EagleFSD, *args: Any, **options: Any) -> Any:
+        assert signal.getsignal(number) is not signal.SIG_DFL, "it would end the tests"
+        signal.raise_signal(number)
+        return stream(model, *args, **options)
+
+    monkeypatch.setattr(EagleFSD, "stream", ended)
+    monkeypatch.setattr(chat, "make_adapter", lambda args, model: "learned")
+    monkeypatch.setattr(chat, "save_adapted", lambda args, adapter: saved.append(adapter))
+    with pytest.raises(SystemExit) as end:
+        say(monkeypatch, "Hi\n", "--adapt")
+    assert saved == ["learned"] and end.value.code == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_threshold_takes_a_budgets_place() -> None:

@@ -38,6 +38,7 @@ from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLa
 from eagle_fsd.cli.answer_report import JSON_KEYS, Answer, summary
 from eagle_fsd.cli.arguments import make_rule, make_tree
 from eagle_fsd.cli.flags.parser import build_parser
+from eagle_fsd.core.checks import ENDING
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.runtime.ranks import ALONE
@@ -1137,14 +1138,15 @@ def test_ctrl_c_with_json(model: ScriptedModel, capsys: pytest.CaptureFixture, t
     assert record["baseline_seconds"] is None and record["speedup"] is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("interrupts_arrive")
+@pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
 def test_a_second_ctrl_c_does_not_wait(
     model: ScriptedModel, capsys: pytest.CaptureFixture, number: int
 ) -> None:
     model.during = press_ctrl_c({1: 2}, number)
     code, out, err = run(capsys, "Hello?")
     assert (code, out) == (130, "Gr\ufffd\n")
-    assert "interrupted" in err and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "interrupted" in err and all(signal.getsignal(one) is signal.SIG_DFL for one in ENDING)
 
 
 def test_a_program_that_has_a_handler_for_sigterm_keeps_it(

@@ -103,32 +103,44 @@ def report_interrupt() -> int:
     return INTERRUPTED
 
 
+# SIGTERM, and the signal of a terminal that is closed, which Windows does not have.
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
 @contextlib.contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does, so that what is made is kept. A handler that it has already stays."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def on_ending_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Let SIGTERM and a terminal that is closed call this. A handler that one of them has already stays.
+
+    With `signal.default_int_handler` they do what Ctrl-C does, so that what is made is kept.
+    """
+    mine = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def leave(number: int, _frame: object) -> None:
+    """End the program for a signal, by way of all `finally` blocks."""
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
 def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
     """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts.
 
-    SIGTERM counts as one within `interrupt_on_sigterm`. patient: no other one does: it would leave the other
-    ranks in the middle of a step.
+    Signals that do the same count as well, see `on_ending_signals`. patient: no second one interrupts: it
+    would leave the other ranks in the middle of a step.
     """
     event = threading.Event()
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if usual[signal.SIGINT] is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process
-        del usual[signal.SIGINT]
-    if usual[signal.SIGTERM] is not signal.default_int_handler:
-        del usual[signal.SIGTERM]
+    usual = {number: signal.getsignal(number) for number in ENDING}
+    usual = {number: usual[number] for number in ENDING if usual[number] is signal.default_int_handler}
+    # A job in the background ignores Ctrl-C, which is meant for another process.
+    if (own := signal.getsignal(signal.SIGINT)) is not signal.SIG_IGN:
+        usual[signal.SIGINT] = own
 
     def set_handlers(own: Callable[[int, object], None] | None) -> None:
         for number, handler in usual.items():
