@@ -171,7 +171,10 @@ class DrafterSpec(Protocol):
 
 
 class NoDrafter:
-    """Plain decoding: every tree is only a root. It remembers no text, so it is its own spec."""
+    """Plain decoding: every tree is only a root. It remembers no text, so it is its own spec.
+
+    Those of one vocabulary are equal: they draft alike.
+    """
 
     name = "none"
     needs = Needs()
@@ -183,6 +186,12 @@ class NoDrafter:
     def __init__(self, vocab_size: int, rows: int = 0) -> None:
         self.tokens = vocab_size
         self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoDrafter) and other.tokens == self.tokens
+
+    def __hash__(self) -> int:
+        return hash(self.tokens)
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> NoDrafter:
         return NoDrafter(self.tokens, batch)

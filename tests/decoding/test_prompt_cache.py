@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +13,7 @@ import pytest
 from support.every_drafter import engine, every_drafter
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, Fuzzy, PromptCache, TreeConfig
+from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, PromptCache, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.decoding.prompts.prefill import LISTED
 from eagle_fsd.target.model import TargetModel
@@ -145,6 +149,48 @@ def test_room_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         read.take()
         ask(model, START, kept)
         assert read.take() == again, tokens
+
+
+def test_plain_decoding_goes_on_from_texts_of_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = engine("eagle"), ReadTokens(monkeypatch)
+    kept, options = PromptCache(), {"max_new_tokens": 12, "tree": TreeConfig(1)}
+    wanted = ask(model, START, kept, **options)
+    read.take()
+    for other in (model, EagleFSD(model.target, None)):
+        (text,) = other.generate_many([START], prompt_cache=kept, **options)
+        assert text.new_tokens == ask(other, START, kept, **options) == wanted
+        assert read.take() == 2  # one each
+
+
+def test_copies_of_options_have_an_empty_cache_of_their_own() -> None:
+    model, options = engine("eagle"), GenerationOptions(prompt_cache=PromptCache(300), max_new_tokens=4)
+    model.generate([START], options=options)
+    for copied in (copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        kept = copied.prompt_cache
+        assert kept is not None and kept is not options.prompt_cache and kept.tokens == 300
+        assert not kept.texts_of(model.target, model.drafter).texts
+        assert model.generate([START], options=copied).new_tokens == [ask(model, START, None)[:4]]
+
+
+def test_a_cache_does_not_keep_the_models_in_memory() -> None:
+    model, kept = EagleFSD(TargetModel(tiny_model()), tiny_head(4)), PromptCache()
+    ask(model, START, kept)
+    target = weakref.ref(model.target)
+    del model
+    gc.collect()
+    assert target() is None
+
+
+def test_a_text_that_was_dropped_is_not_used_again() -> None:
+    """Another thread may drop a text between another's finding it and going on from it."""
+    model, kept = engine("eagle"), PromptCache()
+    ask(model, START, kept)
+    texts = kept.texts_of(model.target, model.drafter)
+    found = texts.find(START)
+    assert found is not None
+    texts.shrink(0)
+    texts.use(found[0])
+    assert not texts.texts
 
 
 def test_what_is_no_cache_is_refused() -> None:

@@ -78,9 +78,10 @@ class PrefixCache:
         return None if best is None else (best, length)
 
     def use(self, kept: KeptText) -> None:
-        """Note that a text is used now."""
+        """Note that a text is used now. It stays out if another thread has dropped it."""
         with self._lock:
-            self.texts = [*(one for one in self.texts if one is not kept), kept]
+            if any(one is kept for one in self.texts):
+                self.texts = [*(one for one in self.texts if one is not kept), kept]
 
     def read(self, prompt: Sequence[int], session: TargetSession, drafter: Drafter) -> tuple[Tensor, int]:
         """Read a prompt with an empty session of one row, from where it parts from the kept texts.

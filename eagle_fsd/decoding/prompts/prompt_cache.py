@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
@@ -15,27 +17,36 @@ class PromptCache:
 
     A call with one text goes on from the kept text that its prompt begins most like, and keeps its own when
     it ends; so does each text of `generate_many`. What is kept is of one target and one way to draft: others
-    that use the cache begin anew. Call `clear` after a change of the target's weights.
+    that use the cache begin anew. Call `clear` after a change of the weights of target or head in place.
 
     tokens: how many the kept texts may have together. The least recently used go first. Each takes the
-    memory of its keys and values. Raises ValueError if it is negative.
+    memory of its keys and values; the models are not kept. Raises ValueError if it is negative.
+    Copies have as many tokens and hold no text, and so has what is unpickled.
     """
 
     def __init__(self, tokens: int = 8192) -> None:
         require_integer("tokens", tokens, 0, "0 keeps no text")
         self.tokens = tokens
         self._lock = threading.Lock()
-        self._models: tuple[TargetModel, DrafterSpec] | None = None
+        # Weak references, mostly: models are not kept for their texts' sake.
+        self._target: Callable[[], TargetModel | None] = lambda: None
+        self._drafter: Callable[[], DrafterSpec | None] = lambda: None
         self._texts = PrefixCache(tokens)
+
+    def __reduce__(self) -> tuple[type[PromptCache], tuple[int]]:
+        return type(self), (self.tokens,)
 
     def clear(self) -> None:
         """Drop all texts, and the memory that they take."""
         with self._lock:
-            self._models, self._texts = None, PrefixCache(self.tokens)
+            self._texts = PrefixCache(self.tokens)
 
     def texts_of(self, target: TargetModel, drafter: DrafterSpec) -> PrefixCache:
         """Return the kept texts of these models, and drop those of others."""
         with self._lock:
-            if self._models is None or self._models[0] is not target or self._models[1] != drafter:
-                self._models, self._texts = (target, drafter), PrefixCache(self.tokens)
+            if self._target() is not target or self._drafter() != drafter:
+                self._texts = PrefixCache(self.tokens)
+                # A spec without weights may be made for one call, and an equal one for the next.
+                self._target, light = weakref.ref(target), drafter.network is None
+                self._drafter = (lambda: drafter) if light else weakref.ref(drafter)
             return self._texts
