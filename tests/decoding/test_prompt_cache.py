@@ -16,6 +16,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, PromptCache, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.decoding.prompts.prefill import LISTED
+from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -191,6 +192,15 @@ def test_a_text_that_was_dropped_is_not_used_again() -> None:
     texts.shrink(0)
     texts.use(found[0])
     assert not texts.texts
+
+
+def test_of_a_text_that_is_too_long_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*_: Any) -> None:
+        raise AssertionError
+
+    for part in (TargetSession, BeamDrafter):
+        monkeypatch.setattr(part, "save_row", copied)
+    ask(engine("eagle"), START, PromptCache(60))
 
 
 def test_what_is_no_cache_is_refused() -> None:

@@ -133,7 +133,7 @@ class PrefixCache:
 
         slots: that it takes. room: the slots that all kept texts may take now.
         """
-        if not self.limit or session.cache.row_lengths[row] != len(tokens) - 1:
+        if slots > min(self.limit, room) or session.cache.row_lengths[row] != len(tokens) - 1:
             return
         if drafter.needs.features and not isinstance(drafter, Resumable):
             return
