@@ -244,10 +244,10 @@ class EagleFSD:
     ) -> GenerationOutput:
         """Run the baseline: the same prompts through the target's own Hugging Face `generate`.
 
-        options, keywords: as for `generate`, but seed is one number, rule and tree have no effect, and end
-        tokens are the model's own. Random numbers are Hugging Face's, so sampled texts have the same
-        distribution but not the same tokens. Stats count one step per token. All rows end where the longest
-        prompt's positions do.
+        options, keywords: as for `generate`, but seed is one number, end tokens are the model's own, and
+        rule, tree and prompt_cache have no effect. Random numbers are Hugging Face's, so sampled texts have
+        the same distribution but not the same tokens. Stats count one step per token. All rows end where the
+        longest prompt's positions do.
         """
         input_ids = as_ids(input_ids)
         settled = settle_batch(options, keywords, self.target, input_ids, attention_mask)

@@ -254,8 +254,8 @@ class Request:
     """One batch to decode.
 
     prompts: the token ids of each, one at least; limits: the most new tokens of each. observer: sees every
-    step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none. prompt_cache: of a single
-    text, or of the many of a stream.
+    step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none. prompt_cache: for a
+    single text, or for those of `generate_many`.
     """
 
     prompts: Sequence[Sequence[int]]
