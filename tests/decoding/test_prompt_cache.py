@@ -17,6 +17,7 @@ from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, PromptCache, TreeConfi
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.decoding.prompts.prefill import LISTED
 from eagle_fsd.drafting.tree_growth import BeamDrafter
+from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -201,6 +202,15 @@ def test_of_a_text_that_is_too_long_nothing_is_copied(monkeypatch: pytest.Monkey
     for part in (TargetSession, BeamDrafter):
         monkeypatch.setattr(part, "save_row", copied)
     ask(engine("eagle"), START, PromptCache(60))
+
+
+@pytest.mark.parametrize("theirs", [0, 30])
+def test_ranks_go_on_from_what_all_of_them_kept(monkeypatch: pytest.MonkeyPatch, theirs: int) -> None:
+    model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
+    wanted = ask(model, START, kept)
+    read.take()
+    monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine, theirs])
+    assert ask(model, START, kept) == wanted and read.take() == len(START) - max(theirs, 1)
 
 
 def test_what_is_no_cache_is_refused() -> None:

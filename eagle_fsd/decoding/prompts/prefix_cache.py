@@ -86,18 +86,20 @@ class PrefixCache:
     def read(self, prompt: Sequence[int], session: TargetSession, drafter: Drafter) -> tuple[Tensor, int]:
         """Read a prompt with an empty session of one row, from where it parts from the kept texts.
 
-        Returns its root [1], and how many tokens were not read.
+        Returns its root [1], and how many tokens were not read. Of several ranks, one may have lacked the
+        memory to keep a text; all read on from where the last of them has to.
         """
         self.expect(drafter)
         tokens = host_tokens(prompt)[None].to(session.cache.device)
         found = self.find(prompt)
-        if found is None:
+        start = min(session.ranks.gather(0 if found is None else found[1]))
+        if found is None or not start:
             reader = PromptReader(tokens, session, drafter)
         else:
             self.use(found[0])
-            reader = found[0].load(found[1], tokens, session, drafter)
+            reader = found[0].load(start, tokens, session, drafter)
         reader.read(len(prompt))
-        return tokens[:, -1], 0 if found is None else found[1]
+        return tokens[:, -1], start
 
     def expect(self, drafter: Drafter) -> None:
         """Note what a drafter needs of the texts that it goes on from."""
