@@ -105,8 +105,8 @@ class Settler:
 
     def request(self, options: GenerationOptions, prompts: Prompts, together: int | None = None) -> Request:
         """Return the request for these prompts, with all that was left open; see `settle`."""
-        rows = prompts.rows
-        self.target.ranks.check_alike("generate", rows, prompts.limits, options.sampling, options.seed)
+        rows, kept = prompts.rows, options.prompt_cache is not None
+        self.target.ranks.check_alike("generate", rows, prompts.limits, options.sampling, options.seed, kept)
         rule, tree = self.settle(options, prompts, together)
         ends = end_token_ids(self.target, options.eos_token_id)
         stoppers = make_stoppers(self.tokenizer, options.stops, rows)

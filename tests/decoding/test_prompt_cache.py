@@ -213,6 +213,14 @@ def test_ranks_go_on_from_what_all_of_them_kept(monkeypatch: pytest.MonkeyPatch,
     assert ask(model, START, kept) == wanted and read.take() == len(START) - max(theirs, 1)
 
 
+def test_ranks_are_told_that_only_some_have_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(Ranks, "check_alike", lambda _, *values: told.append(values))
+    for kept in (None, PromptCache(), PromptCache()):
+        ask(engine("eagle"), START, kept)
+    assert told[0] != told[1] == told[2]
+
+
 def test_what_is_no_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt_cache is 8192: it must be a PromptCache"):
         ask(engine("eagle"), START, 8192)  # type: ignore[arg-type]
