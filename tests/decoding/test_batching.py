@@ -114,7 +114,7 @@ def random_run(name: str, seed: int, count: int, monkeypatch: pytest.MonkeyPatch
     """Let texts come and go at random; return how many were retired, and how many tokens not read."""
     monkeypatch.setattr(prefix_cache, "LEAST", 4)
     monkeypatch.setattr(prefill_module, "LISTED", 3)
-    monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 3)
+    monkeypatch.setattr(prefix_cache, "LISTED", 3)
     rng, counter = random.Random(f"{name}/{seed}"), Counted(monkeypatch)
     limit = rng.choice([None, 500]) if name != "openvino" else rng.choice([None, 2000])
     scheduler = scheduler_of(
@@ -308,7 +308,7 @@ def test_what_waiting_prompts_begin_with_is_read_once(name: str, monkeypatch: py
     monkeypatch.setattr(prefix_cache, "LEAST", 4)
     monkeypatch.setattr("eagle_fsd.decoding.prompts.prefix_cache.SHARED", 10)
     monkeypatch.setattr(prefill_module, "LISTED", 2)
-    monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 2)
+    monkeypatch.setattr(prefix_cache, "LISTED", 2)
     starts, ends = prompts_of([24, 18], seed=1), prompts_of([3, 7, 2, 5, 4, 6], seed=2)
     texts = [text(number, starts[number % 2] + end, 12) for number, end in enumerate(ends)]
     wanted = [alone(name, one) for one in texts]
@@ -446,7 +446,7 @@ def test_texts_that_overtake_stay_inside_the_budget_of_slots(
 @every_drafter
 def test_the_next_turn_reads_only_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_module, "LISTED", 6)
-    monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 6)
+    monkeypatch.setattr(prefix_cache, "LISTED", 6)
     scheduler, found = scheduler_of(name, prefix_tokens=4096, slice_tokens=8), {}
     first = text(4, prompts_of([40], seed=9)[0], 12)
     scheduler.admit(first)
