@@ -91,7 +91,8 @@ class Workspaces:
         self.plain = NoDrafter(target.vocab_size)
         self.spare: Workspace | None = None
         self.cache_bytes = 0  # that keys and values of the last batch took, the drafter's not among them
-        self._lock = threading.Lock()  # two threads must never get the same workspace
+        # Two threads must never get the same workspace; a stream that is collected as garbage takes it too.
+        self._lock = threading.RLock()
 
     def start(self, request: Request, seed: Seed | None, drafter: DrafterSpec | None) -> BatchStream:
         """Return a batch, whose texts run at the first step.
