@@ -136,11 +136,14 @@ def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
     would leave the other ranks in the middle of a step.
     """
     event = threading.Event()
-    usual = {number: signal.getsignal(number) for number in ENDING}
-    usual = {number: usual[number] for number in ENDING if usual[number] is signal.default_int_handler}
-    # A job in the background ignores Ctrl-C, which is meant for another process.
-    if (own := signal.getsignal(signal.SIGINT)) is not signal.SIG_IGN:
-        usual[signal.SIGINT] = own
+
+    def counts(number: int, handler: object) -> bool:
+        if number == signal.SIGINT:  # which a job in the background ignores: it is meant for another process
+            return handler is not signal.SIG_IGN
+        return handler is signal.default_int_handler
+
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    usual = {number: handler for number, handler in found.items() if counts(number, handler)}
 
     def set_handlers(own: Callable[[int, object], None] | None) -> None:
         for number, handler in usual.items():

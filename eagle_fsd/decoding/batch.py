@@ -45,6 +45,11 @@ class Batch:
         """The texts that are not done."""
         return [text for text in self.texts if not text.done]
 
+    def shown_tokens(self, row: int) -> list[int]:
+        """Return the tokens of a row that its drafter was shown: those of the last step were not."""
+        text = self.texts[row]
+        return [*text.prompt, *text.new_tokens][: self.target.cache.row_lengths[row] + 1]
+
     def begin(self, texts: Sequence[Text], roots: Tensor) -> None:
         """Start with these texts. Target and drafter have read their prompts up to the roots [B]."""
         self.texts, self.roots = list(texts), roots

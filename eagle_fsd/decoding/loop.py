@@ -74,9 +74,7 @@ def decode(
 def keep_text(batch: Batch, prefixes: PrefixCache | None) -> None:
     """Keep the text of a batch's only row; None keeps nothing."""
     if prefixes is not None:
-        (text,) = batch.texts
-        shown = batch.target.cache.row_lengths[0] + 1  # the tokens of the last step were not
-        tokens = [*text.prompt, *text.new_tokens][:shown]
+        tokens = batch.shown_tokens(0)
         prefixes.keep(tokens, len(tokens), prefixes.limit, batch.target, batch.drafter, 0)
 
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from eagle_fsd.core.randomness.streams import Seed, row_streams
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.request import INTERRUPTED, Request, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.workspace import settle_seed
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.target.model import TargetModel
-
-KEPT = 8192  # tokens of read prompts that later ones may begin with: a task's examples, a long system prompt
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ class TextStream:
             request.tree,
             rows,
             watch=self._watch,
-            prefix_tokens=request.prompt_cache or KEPT,
+            # A task's examples, or a long system prompt, are read once in any case.
+            prefix_tokens=request.prompt_cache or PromptCache(),
             observer=request.observer,
             crowded=request.tree.for_many(rows) if shrinks else None,
         )

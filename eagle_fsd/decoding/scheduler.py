@@ -261,10 +261,9 @@ class Scheduler:
             self.batch = joining
         else:
             self.batch.join(joining)
+        next_prompts = [text.prompt for text in islice(self.waiting, self.rows)]
         for text in joining.texts:
-            if self.prefixes.saves_reading(
-                text.prompt, [one.prompt for one in islice(self.waiting, self.rows)]
-            ):
+            if self.prefixes.saves_reading(text.prompt, next_prompts):
                 row = self.batch.texts.index(text)
                 self._keep(text.prompt, self.batch.target, self.batch.drafter, row)
 
@@ -286,9 +285,7 @@ class Scheduler:
         for row, text in enumerate(self.batch.texts):
             if text.done and text in self._unkept:
                 self._unkept.remove(text)
-                shown = self.batch.target.cache.row_lengths[row] + 1  # the tokens of the last step were not
-                tokens = [*text.prompt, *text.new_tokens][:shown]
-                self._keep(tokens, self.batch.target, self.batch.drafter, row)
+                self._keep(self.batch.shown_tokens(row), self.batch.target, self.batch.drafter, row)
         if not self.batch.active:
             if self.budget.limit is None:  # a lone text's memory is for the next one, with what was recorded
                 parts = (self.batch.target, self.batch.drafter, self.batch.accept_step)
