@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
 STATS_KEYS = (
-    "steps", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "sources", "seconds",
-    "prefill_seconds", "draft_seconds", "verify_seconds", "tokens_per_second",
+    "steps", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "sources", "reused_tokens",
+    "seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "tokens_per_second",
 )  # fmt: skip
 JSON_KEYS = (
     "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",

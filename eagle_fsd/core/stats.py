@@ -51,12 +51,16 @@ class Stopwatch:
 
 @dataclasses.dataclass
 class GenerationStats:
-    """Counts and seconds of one row. `seconds` is the whole call; the phases need not add up to it."""
+    """Counts and seconds of one row. `seconds` is the whole call; the phases need not add up to it.
+
+    reused_tokens: the first tokens of its prompt that were taken from a kept text.
+    """
 
     steps: int = 0
     new_tokens: int = 0
     exact_accepts: int = 0  # emitted draft tokens that equal the target's own draw
     fuzzy_accepts: int = 0  # emitted draft tokens let through by the rule, not the draw
+    reused_tokens: int = 0
     accept_histogram: list[int] = dataclasses.field(default_factory=list)  # [k]: steps that emitted k tokens
     accepted_of: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: float = 0.0
@@ -124,7 +128,7 @@ class GenerationStats:
         """
         parts = list(parts)
         whole = cls()
-        for name in ("steps", "new_tokens", "exact_accepts", "fuzzy_accepts"):
+        for name in ("steps", "new_tokens", "exact_accepts", "fuzzy_accepts", "reused_tokens"):
             setattr(whole, name, sum(getattr(part, name) for part in parts))
         for name in ("seconds", *(f"{phase}_seconds" for phase in PHASES)):
             values = [getattr(part, name) for part in parts]

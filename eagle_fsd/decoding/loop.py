@@ -53,7 +53,7 @@ def decode(
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
         if prefixes is not None:
-            roots, texts[0].reused = prefixes.read(request.prompts[0], target, drafter)
+            roots, stats[0].reused_tokens = prefixes.read(request.prompts[0], target, drafter)
         else:
             tokens = pad_right(request.prompts, 0).to(target.device)
             roots = prefill(tokens, list(map(len, request.prompts)), target, drafter)

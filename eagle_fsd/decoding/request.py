@@ -209,10 +209,9 @@ class TokenLogprob(NamedTuple):
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt: its token ids. stream: of random numbers, if it goes through a Scheduler. reused: the tokens of
-    its prompt that were not read, since a kept text began with them. top_logprobs: how many likeliest tokens
-    `logprobs` has for each of the new tokens; None: it has nothing. stopper: may end it early. new_tokens:
-    what it has emitted. failure: why it ended with the finish reason FAILED.
+    prompt: its token ids. stream: of random numbers, if it goes through a Scheduler. top_logprobs: how
+    many likeliest tokens `logprobs` has for each of the new tokens; None: it has nothing. stopper: may end it
+    early. new_tokens: what it has emitted. failure: why it ended with the finish reason FAILED.
     """
 
     number: int
@@ -221,7 +220,6 @@ class Text:
     stats: GenerationStats = field(default_factory=GenerationStats)
     prompt: Sequence[int] = ()
     stream: tuple[int, int] = (0, 0)
-    reused: int = 0
     top_logprobs: int | None = None
     stopper: Stopper | None = None
     new_tokens: list[int] = field(default_factory=list)

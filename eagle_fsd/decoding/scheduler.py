@@ -242,7 +242,7 @@ class Scheduler:
         texts = waiting[:count]
         for text in texts:
             self.waiting.remove(text)
-            text.reused = 0 if found is None else found[1]
+            text.stats.reused_tokens = 0 if found is None else found[1]
         tokens = max(len(text.prompt) for text in texts)
         workspace = self._make_workspace(texts, len(unique_prompts(texts)), tokens)
         return Reading(texts, workspace, *(found or ()))

@@ -119,7 +119,8 @@ class Answer:
         """
         found: dict[int, int] = {}
         for job in self.jobs:
-            found[id(job.prompt)] = min(job.reused, found.get(id(job.prompt), job.reused))
+            reused = job.stats.reused_tokens
+            found[id(job.prompt)] = min(reused, found.get(id(job.prompt), reused))
         return sum(found.values())
 
     @property

@@ -71,7 +71,7 @@ class Metrics:
 
     def ended(self, job: Job, reason: str) -> None:
         stats = job.stats
-        self.reused_tokens.inc(job.reused)
+        self.reused_tokens.inc(stats.reused_tokens)
         self.texts.labels(reason).inc()
         self.whole.observe(time.perf_counter() - job.clock.submitted)
         self.steps.inc(stats.steps)

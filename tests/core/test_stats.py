@@ -86,7 +86,7 @@ def test_to_dict_is_json_and_complete() -> None:
     assert set(data) == {
         "steps", "new_tokens", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "seconds",
         "prefill_seconds", "draft_seconds", "verify_seconds", "accept_seconds", "keep_seconds",
-        "tokens_per_second", "finish_reason", "sources",
+        "tokens_per_second", "finish_reason", "sources", "reused_tokens",
     }  # fmt: skip
     assert data["tokens_per_second"] == stats.new_tokens / 2.0
     assert data["tau"] == stats.tau
@@ -99,12 +99,14 @@ def test_total() -> None:
     parts = [random_run(seed, 3 + 5 * seed) for seed in range(4)]
     for i, part in enumerate(parts):
         part.seconds, part.draft_seconds, part.finish_reason = 1.0 + i, 0.25, "length"
+        part.reused_tokens = 10**i
     whole = GenerationStats.total(parts)
     check_invariants(whole)
     assert whole.steps == sum(part.steps for part in parts)
     assert whole.new_tokens == sum(part.new_tokens for part in parts)
     assert whole.exact_accepts == sum(part.exact_accepts for part in parts)
     assert whole.fuzzy_accepts == sum(part.fuzzy_accepts for part in parts)
+    assert whole.reused_tokens == 1111
     assert (whole.seconds, whole.draft_seconds, whole.finish_reason) == (10.0, 1.0, "length")
     together = GenerationStats.total(parts, concurrent=True)
     assert (together.seconds, together.draft_seconds, together.steps) == (4.0, 0.25, whole.steps)

@@ -319,7 +319,7 @@ def test_what_waiting_prompts_begin_with_is_read_once(name: str, monkeypatch: py
             scheduler.admit(one)
         drain(scheduler, found)
         assert [found[one] for one in again] == wanted
-        assert [one.reused for one in again] == ([0, 0, 24, 18, 24, 18] if kept else [0] * 6)
+        assert [one.stats.reused_tokens for one in again] == ([0, 0, 24, 18, 24, 18] if kept else [0] * 6)
 
 
 def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +403,7 @@ def test_who_goes_on_from_a_kept_text_overtakes_but_nothing_makes_room_for_that(
         scheduler.admit(turn)
         for _ in steps_of(scheduler, found):
             assert room is None or held(scheduler) <= room
-        assert turn.reused > 50  # the kept text is still there, whenever the turn is read
+        assert turn.stats.reused_tokens > 50  # the kept text is still there, whenever the turn is read
         order = [one for one in found if one is not before]  # by their first tokens
         assert order == ([turn, long] if overtakes else [long, turn])
         assert found == {one: alone("eagle", one) for one in (before, turn, long)}
@@ -553,7 +553,7 @@ def test_kept_texts_do_not_follow_torchs_default_device() -> None:
             drain(scheduler, found)
     finally:
         torch.set_default_device(None)
-    assert second.reused >= 39 and found == {one: alone("eagle", one) for one in (first, second)}
+    assert second.stats.reused_tokens >= 39 and found == {one: alone("eagle", one) for one in (first, second)}
 
 
 def test_the_least_recently_used_text_is_dropped() -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.every_drafter import engine, every_drafter
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, PromptCache, TreeConfig
+from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, GenerationOutput, PromptCache, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.decoding.prompts.prefill import LISTED
 from eagle_fsd.drafting.tree_growth import BeamDrafter
@@ -43,10 +43,15 @@ class ReadTokens:
         return count
 
 
-def ask(model: EagleFSD, prompt: Sequence[int], kept: PromptCache | None, **options: Any) -> list[int]:
+def answer(
+    model: EagleFSD, prompt: Sequence[int], kept: PromptCache | None, **options: Any
+) -> GenerationOutput:
     options = {"max_new_tokens": 12, "tree": TREE, "seed": 4, **options}
-    (tokens,) = model.generate([prompt], [[1] * len(prompt)], prompt_cache=kept, **options).new_tokens
-    return tokens
+    return model.generate([prompt], [[1] * len(prompt)], prompt_cache=kept, **options)
+
+
+def ask(model: EagleFSD, prompt: Sequence[int], kept: PromptCache | None, **options: Any) -> list[int]:
+    return answer(model, prompt, kept, **options).new_tokens[0]
 
 
 @every_drafter
@@ -60,7 +65,9 @@ def test_the_turns_of_a_chat_are_read_once(
         chat += turn
         wanted = ask(model, chat, None, **options)
         assert read.take() == len(chat) - 1
-        assert ask(model, chat, kept, **options) == wanted
+        output = answer(model, chat, kept, **options)
+        assert output.new_tokens == [wanted]
+        assert output.stats[0].reused_tokens == (len(chat) - read.count if last else 0)
         # Of an answer the last step's tokens were not read yet, and a drafter may need lists of the last.
         most = len(chat) - 1 if not last else len(turn) + TREE.reach + 1
         assert read.take() <= max(most, LISTED if name in ("lookup", "merged") and last else 0)
@@ -121,17 +128,20 @@ def test_others_do_not_go_on_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_texts_keep_theirs_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
     prompts = [[*START, *turn] for turn in TURNS]
-    options = {"batch_size": 2, "max_new_tokens": 12, "tree": TREE}
+    options, reused = {"batch_size": 2, "max_new_tokens": 12, "tree": TREE}, list[int]()
 
     def texts(cache: PromptCache | None) -> list[list[int]]:
         found = model.generate_many(prompts, prompt_cache=cache, **options)
-        return [text.new_tokens for text in sorted(found, key=lambda text: text.number)]
+        tokens = [text.new_tokens for text in sorted(found, key=lambda text: text.number)]
+        reused.append(found.total.reused_tokens)
+        return tokens
 
     wanted = texts(None)
     read.take()
     assert texts(kept) == wanted
     first = read.take()
     assert texts(kept) == wanted
+    assert reused[-1] == sum(map(len, prompts)) - read.count
     assert read.take() < first / 4 and first < 2 * len(START)
     assert ask(model, prompts[1], kept) == wanted[1] and read.take() == 1
 

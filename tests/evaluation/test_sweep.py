@@ -249,6 +249,9 @@ def test_another_head_is_another_cell(tmp_path: Path) -> None:
     other = EagleFSD(engine().target, tiny_head(seed=5), Letters())  # type: ignore[arg-type]
     mine, its = (cell.key(one, one.identity()) for one in (engine(), other))
     assert mine != its
+    for weights, known in ((engine().head, mine), (other.head, its)):  # wherever the files are
+        moved = EagleFSD(engine().target, weights, Letters(), "elsewhere/target", "elsewhere/head")  # type: ignore[arg-type]
+        assert cell.key(moved, moved.identity()) == known
     assert replace(cell, seed=1).key(engine(), engine().identity()) == mine  # rows carry their seed
 
 

@@ -103,9 +103,15 @@ class Cell:
     ) -> str:
         """Return what the rows of one cell share, and no others: its settings and the models' weights.
 
-        models: the engine's identity. expected: see `run`.
+        models: the engine's identity. expected: see `run`. What the files are called does not matter, so that
+        another checkout takes the rows up.
         """
-        made = [self.settings(engine), models]
+        settings, target = self.settings(engine), models["target"]
+        named = ("base_model", "ea_model")
+        made = [
+            {name: value for name, value in settings.items() if name not in named},
+            {**models, "target": {name: value for name, value in target.items() if name != "name"}},
+        ]
         return digest_json([*made, list(map(describe, expected))] if expected else made)
 
     def seed_of(self, place: int) -> int:

@@ -60,7 +60,6 @@ class Job:
     stats: GenerationStats = field(default_factory=GenerationStats)
     clock: Clock = field(default_factory=Clock)
     token_ids: list[int] = field(default_factory=list)
-    reused: int = 0  # tokens of the prompt, see Text
     ended: bool = False
     cancelled: bool = False
 

@@ -255,7 +255,6 @@ class Worker:
         taken = job.written.tokens - done
         logprobs = text.logprobs[len(job.token_ids) : len(job.token_ids) + taken]
         job.token_ids += tokens[:taken]
-        job.reused = text.reused
         if job.clock.first is None and tokens:
             job.clock.first = now
             job.clock.prompt += self.phase_seconds("prefill")
