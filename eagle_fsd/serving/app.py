@@ -21,21 +21,26 @@ from starlette.routing import Match, Route
 from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.hub.resolve import shown_name
-from eagle_fsd.serving.answers import Answer, LogprobTables
-from eagle_fsd.serving.choices import Chooser, Defaults, Limits
+from eagle_fsd.serving.answers.answer import Answer
+from eagle_fsd.serving.answers.completions import Completion
+from eagle_fsd.serving.answers.logprobs import LogprobTables
+from eagle_fsd.serving.answers.responses import ResponseAnswer
+from eagle_fsd.serving.choices import Choice, Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
 from eagle_fsd.serving.entry.gate import Gate
 from eagle_fsd.serving.entry.json_body import JsonRoute
 from eagle_fsd.serving.errors import FAILED, SERVER, ApiError, json_response, of_status, of_validation
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.prompts import PromptReader
-from eagle_fsd.serving.protocol import (
+from eagle_fsd.serving.requests.completions import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    Unsupported,
 )
+from eagle_fsd.serving.requests.generation import Chat
+from eagle_fsd.serving.requests.responses import ResponsesRequest
+from eagle_fsd.serving.requests.unsupported import Unsupported
 from eagle_fsd.serving.work.jobs import Job
 from eagle_fsd.serving.work.learning import Learner
 from eagle_fsd.serving.work.worker import Worker
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
 logger = logging.getLogger(__name__)
+AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest
 OPEN_PATHS = ("/health", "/", "/page/")  # these and what is below the last need no API key
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {"index.html": "text/html", "style.css": "text/css", "script.js": "text/javascript"}
@@ -99,17 +105,17 @@ class Service:
         self.created = int(time.time())
         self.reader = PromptReader(model, self.choose)
 
-    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
-        """Answer a chat or a plain completion, whole or as a stream."""
+    async def answer(self, body: AnyRequest, request: Request) -> Response:
+        """Answer a request for texts, whole or as a stream."""
         deadline = Deadline(self.limits.request_timeout)
         self.require_model(body.model)
         self.reader.require_few(body)
         choice = await asyncio.to_thread(self.choose, body)
         prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
-        feed, chat = Feed(), isinstance(body, ChatRequest)
+        feed, chat = Feed(), isinstance(body, Chat)
         seed = choice.seed or 0
         stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
-        texts = [prompt for prompt in prompts for _ in range(body.n)]
+        texts = [prompt for prompt in prompts for _ in range(body.count)]
         jobs = [
             Job(
                 prompt=prompt,
@@ -118,14 +124,12 @@ class Service:
                 stream=(seed, place),
                 written=StreamedText(self.tokenizer, stops, () if chat else prompt),
                 tell=feed.teller(place),
-                wants_origins=body.return_token_origins,
+                wants_origins=body.wants_origins,
                 top_logprobs=body.top_tokens,
             )
             for place, prompt in enumerate(texts)
         ]
-        read = sum(map(len, prompts))
-        tables = LogprobTables(self.decode, chat) if body.top_tokens is not None else None
-        answer = Answer(chat, self.settings.name, jobs, choice, read, body.return_token_origins, tables)
+        answer = self.answer_of(body, jobs, choice, sum(map(len, prompts)))
         self.worker.submit(jobs)
         streamed = False
         try:
@@ -138,9 +142,18 @@ class Service:
         finally:
             if not streamed:
                 self.worker.cancel(jobs)
-        flags = (body.stream_options.include_usage, body.timings_per_token)
-        stream = events(answer, first, feed, deadline, *flags)
+        stream = events(answer, first, feed, deadline)
         return EventStream(stream, deadline, lambda: self.worker.cancel(jobs))
+
+    def answer_of(self, body: AnyRequest, jobs: Sequence[Job], choice: Choice, read: int) -> Answer:
+        """Return the answer to a request, in its form. read: the tokens of its prompts."""
+        chat = isinstance(body, Chat)
+        tables = LogprobTables(self.decode, chat) if body.top_tokens is not None else None
+        made = (self.settings.name, jobs, choice, read, tables)
+        if isinstance(body, ResponsesRequest):
+            return ResponseAnswer(*made, body)
+        flags = (body.wants_origins, body.stream_options.include_usage, body.timings_per_token)
+        return Completion(*made, chat, *flags)
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
@@ -226,6 +239,10 @@ def route_of(app: FastAPI, scope: Scope) -> str:
 def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
     @app.post("/v1/completions")

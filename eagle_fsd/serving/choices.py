@@ -19,7 +19,7 @@ from eagle_fsd.core.randomness.streams import fresh_seed
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.errors import ApiError, of_value, wrong_value
-from eagle_fsd.serving.protocol import ChatRequest, Generation
+from eagle_fsd.serving.requests.generation import Chat, Decoding
 from eagle_fsd.serving.tools.plan import ToolPlan, plan_tools
 from eagle_fsd.text.chat import require_tokenizer
 from eagle_fsd.text.grammar import compile_form
@@ -104,13 +104,13 @@ class Chooser:
         with self.encoding:
             return call_format(require_tokenizer(self.model.tokenizer))
 
-    def __call__(self, request: Generation) -> Choice:
+    def __call__(self, request: Decoding) -> Choice:
         """Return what the request asks for. Raises ApiError for what it may not ask for."""
         usual, tools = self.defaults.sampling, self.plan(request)
         limit = self.defaults.max_new_tokens if request.limit is None else request.limit
         try:
             if request.min_tokens is not None:
-                remedy = "lower it, or raise max_tokens above it"
+                remedy = "lower it, or let the text be longer"
                 require_integer("min_tokens", request.min_tokens, 0, remedy, limit)
             sampling = SamplingConfig(
                 usual.temperature if request.temperature is None else request.temperature,
@@ -135,17 +135,15 @@ class Chooser:
             tools,
         )
 
-    def plan(self, request: Generation) -> ToolPlan | None:
+    def plan(self, request: Decoding) -> ToolPlan | None:
         """Return what the request's tools come to."""
-        wanted = isinstance(request, ChatRequest) and (request.tools or request.tool_choice is not None)
-        return plan_tools(request, self.calls) if wanted else None
+        if not isinstance(request, Chat) or not (request.functions or request.call_choice is not None):
+            return None
+        return plan_tools(request, self.calls)
 
-    def constraint(
-        self, request: Generation, tools: ToolPlan | None, ends: Sequence[int]
-    ) -> Constraint | None:
+    def constraint(self, request: Decoding, tools: ToolPlan | None, ends: Sequence[int]) -> Constraint | None:
         """Return what the form of the answer allows. Raises ApiError for one that cannot be followed."""
-        name = "response_format" if request.response_format is not None else "structured_outputs"
-        name = name if tools is None else "tools"
+        name = request.form_name if tools is None else "tools"
         try:
             form = request.form if tools is None else tools.form
             if form is None:
@@ -156,7 +154,7 @@ class Chooser:
         except ValueError as error:
             raise wrong_value(f"{name}: {one_line(error)}", name) from error
 
-    def processing(self, request: Generation) -> Processing:
+    def processing(self, request: Decoding) -> Processing:
         """Return what changes the logits: what the request says, and else the server's own."""
         said: dict[str, Any] = {
             name: value for name in PENALTIES if (value := getattr(request, name)) is not None
@@ -228,7 +226,7 @@ class Chooser:
 
 
 def requested_rule(
-    request: Generation, usual: AcceptanceRule | AutoThreshold
+    request: Decoding, usual: AcceptanceRule | AutoThreshold
 ) -> AcceptanceRule | AutoThreshold:
     """Return the rule that a request asks for; what it does not say is as in the server's own rule.
 

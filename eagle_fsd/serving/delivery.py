@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import StreamingResponse
 
-from eagle_fsd.serving.answers import DONE, Answer, event
+from eagle_fsd.serving.answers.answer import Answer
 from eagle_fsd.serving.errors import ApiError, timed_out
 from eagle_fsd.serving.work.jobs import News
 
@@ -90,27 +90,22 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def events(
-    answer: Answer, first: tuple[int, News], feed: Feed, deadline: Deadline, usage: bool, timings: bool
+    answer: Answer, first: tuple[int, News], feed: Feed, deadline: Deadline
 ) -> AsyncIterator[bytes]:
-    """Yield an answer as server-sent events. first: the first news, which decided that there is a stream.
-
-    usage: end with a chunk of the usage. timings: put them into every chunk. An error is an event of its own.
-    """
-    yield answer.first_chunks()
+    """Yield an answer as server-sent events. first: the first news, which decided that there is a stream."""
+    yield answer.begin()
     place, news = first
     try:
         while True:
             answer.take(place, news)
-            yield answer.chunk(place, news, timings)
+            yield answer.tell(place, news)
             if answer.done:
                 break
             place, news = await feed.next(deadline)
     except ApiError as error:
-        yield event(error.body)
+        yield answer.end(error)
     else:
-        if usage:
-            yield answer.usage_chunk()
-    yield DONE
+        yield answer.end()
 
 
 class EventStream(StreamingResponse):

@@ -115,7 +115,7 @@ def queue_full(waiting: int, seconds: int) -> ApiError:
 def timed_out(seconds: float) -> ApiError:
     return ApiError(
         504,
-        f"the answer took longer than {seconds:g} s: ask for fewer tokens (max_tokens), or start the server "
+        f"the answer took longer than {seconds:g} s: ask for fewer tokens, or start the server "
         "with a larger --request-timeout",
         code="timeout",
         kind=SERVER,
@@ -176,7 +176,10 @@ def place_of(error: Mapping[str, Any]) -> list[str | int]:
 def is_type_name(part: object) -> bool:
     """Whether a part of pydantic's place is a member of a union, such as `str` or `list[int]`."""
     return isinstance(part, str) and bool(
-        re.match(r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|NamedTool$|\w+Part$)", part)
+        re.match(
+            r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|(Named|Called)Tool$|\w+(Part|Item)$)",
+            part,
+        )
     )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from eagle_fsd.core.checks import find_half_character, format_value, one_line
 from eagle_fsd.serving.choices import Chooser
 from eagle_fsd.serving.errors import wrong_value
-from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from eagle_fsd.serving.requests.completions import CompletionRequest, TokenizeRequest
+from eagle_fsd.serving.requests.generation import Chat
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
 from eagle_fsd.text.chat import ChatRefused, encode, encode_chat, require_tokenizer
 
@@ -28,41 +29,41 @@ class PromptReader:
         self.tokenizer, self.choose = require_tokenizer(model.tokenizer), choose
         self._encoding = choose.encoding
 
-    def require_few(self, body: ChatRequest | CompletionRequest) -> None:
+    def require_few(self, body: Chat | CompletionRequest) -> None:
         """Raise ApiError for more texts than ever find room. It makes no list of them and encodes none."""
-        prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts)
+        prompts = 1 if isinstance(body, Chat) else len(body.prompts)
         most = self.choose.limits.most_texts
         if prompts > most:
             raise wrong_value(f"prompt has {prompts} texts: at most {most} are taken; send fewer", "prompt")
-        if prompts * body.n > most:
-            said = f"n is {format_value(body.n)}" + (f" for {prompts} prompts" if prompts > 1 else "")
+        if prompts * body.count > most:
+            said = f"n is {format_value(body.count)}" + (f" for {prompts} prompts" if prompts > 1 else "")
             raise wrong_value(f"{said}: at most {most} texts are taken; lower it", "n")
 
-    def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
+    def encode(self, body: Chat | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
         """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
-        if isinstance(body, ChatRequest):
-            name, prompts = "messages", [self.chat_ids(body, tools)]
+        if isinstance(body, Chat):
+            prompts = [self.chat_ids(body, tools)]
         else:
-            name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
+            prompts = [self.text_ids(one) for one in body.prompts]
             if not prompts:
                 raise wrong_value("prompt is empty: write something to continue", "prompt")
         for prompt in prompts:
-            self.choose.require_prompt(prompt, name)
+            self.choose.require_prompt(prompt, body.source)
         return prompts
 
-    def chat_ids(self, body: ChatRequest | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
-        turns, arguments = turns_of(body.messages or (), tools, self.choose.calls)
+    def chat_ids(self, body: Chat | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
+        turns, arguments = turns_of(body.turns, tools, self.choose.calls)
         for turn in turns:
-            require_unicode(turn["content"], "messages")
+            require_unicode(turn["content"], body.source)
 
-        def written(asked: ChatRequest | TokenizeRequest) -> list[int]:
+        def written(asked: Chat | TokenizeRequest) -> list[int]:
             with self._encoding:
                 return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
 
         try:
             return written(body)
         except ChatRefused as error:
-            name, remedy = "messages", f"if no other chat will do, continue a text with {COMPLETIONS}"
+            name, remedy = body.source, f"if no other chat will do, continue a text with {COMPLETIONS}"
             if (guilty := field_at_fault(body, written)) is not None:
                 name, remedy = guilty, "change it, or leave it out"
             raise wrong_value(f"{name}: {one_line(error.reason)}; {remedy}", name) from error
@@ -78,7 +79,7 @@ class PromptReader:
 
 
 def field_at_fault(
-    body: ChatRequest | TokenizeRequest, written: Callable[[ChatRequest | TokenizeRequest], object]
+    body: Chat | TokenizeRequest, written: Callable[[Chat | TokenizeRequest], object]
 ) -> str | None:
     """Return the field without which a chat that was refused can be written; None if there is no such one."""
     for name, nothing in TEMPLATE_FIELDS.items():

@@ -17,8 +17,10 @@ from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, tiny_engine
 
-from eagle_fsd.serving import answers, errors
-from eagle_fsd.serving.answers import Answer, json_in_parts
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.serving import errors
+from eagle_fsd.serving.answers import answer as answers
+from eagle_fsd.serving.answers.answer import Answer, json_in_parts
 from eagle_fsd.serving.app import create_app
 
 
@@ -72,6 +74,7 @@ def test_json_in_parts_is_json(levels: int) -> None:
 def test_what_one_text_of_a_prompt_had_to_read_is_not_cached() -> None:
     prompt, other = [1, 2], [1, 2]
     jobs = [
-        SimpleNamespace(prompt=one, reused=reused) for one, reused in ((prompt, 2), (prompt, 0), (other, 1))
+        SimpleNamespace(prompt=one, stats=GenerationStats(reused_tokens=reused))
+        for one, reused in ((prompt, 2), (prompt, 0), (other, 1))
     ]
     assert Answer.cached_tokens.fget(SimpleNamespace(jobs=jobs)) == 1

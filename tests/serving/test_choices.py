@@ -18,13 +18,8 @@ from eagle_fsd.acceptance.rule_names import RULES
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
 from eagle_fsd.serving.errors import ApiError
-from eagle_fsd.serving.protocol import (
-    UNSUPPORTED,
-    WITHOUT_EFFECT,
-    ChatRequest,
-    CompletionRequest,
-    Unsupported,
-)
+from eagle_fsd.serving.requests.completions import ChatRequest, CompletionRequest
+from eagle_fsd.serving.requests.unsupported import UNSUPPORTED, WITHOUT_EFFECT, Unsupported
 from eagle_fsd.serving.tools.plan import turns_of
 from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat
 

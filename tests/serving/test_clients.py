@@ -23,7 +23,7 @@ from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
 from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits, NothingAllowed
-from eagle_fsd.serving.answers import event
+from eagle_fsd.serving.answers.completions import event
 from eagle_fsd.serving.app import Service
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.work.worker import Worker

@@ -26,7 +26,7 @@ from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.errors import Code
-from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest
+from eagle_fsd.serving.requests.completions import ChatRequest, CompletionRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 SHELL = "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", " ").splitlines()

@@ -17,7 +17,8 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd.decoding.request import TokenLogprob
-from eagle_fsd.serving.answers import Answer, LogprobTables
+from eagle_fsd.serving.answers.completions import Completion
+from eagle_fsd.serving.answers.logprobs import LogprobTables
 from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.text.streamed import StreamedText
 
@@ -41,7 +42,7 @@ def tables(
     job = Job(ids(list(prompt)), 99, None, (0, 0), written, lambda news: None)
     write = LogprobTables(lambda token: tokenizer.decode([token]), chat)
     choice = SimpleNamespace(tools=None, described={}, seed=0)
-    answer = Answer(chat, "tiny", [job], choice, len(prompt), tables=write)
+    answer = Completion("tiny", [job], choice, len(prompt), write, chat)
     likeliest = [(ids(token), value) for token, value in top]
     made = [TokenLogprob(token, own, likeliest) for token in ids(list(tokens))]
     size = -(-len(made) // chunks)

@@ -16,13 +16,11 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"
 
 import openai
 from pydantic import BaseModel, ConfigDict, Field
-from support.schema_engine import schema_engine
+from support.schema_engine import as_call, schema_engine, writes
 from support.serving import running, settings
 from support.tiny_engine import CHAT, NAME
 from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE
-from torch import Tensor
 
-from eagle_fsd.core.processing import Processing
 from eagle_fsd.serving.choices import Defaults
 
 ASK: dict[str, Any] = {"model": NAME, "messages": CHAT, "max_tokens": 300}
@@ -210,36 +208,15 @@ def test_several_calls_are_told_apart(client: openai.OpenAI) -> None:
 # -- calls of the model's own ----------------------------------------
 
 
-def writes(text: str, force: float = 60.0) -> Processing:
-    """Return what makes a model write this text after the prompt."""
-    tokenizer = schema_engine().tokenizer
-    script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    mark = tokenizer.encode("assistant:", add_special_tokens=False)
-
-    def forced(ids: Tensor, scores: Tensor) -> Tensor:
-        changed = scores.clone()
-        for row, tokens in enumerate(ids.tolist()):
-            starts = [at for at in range(len(tokens)) if tokens[at : at + len(mark)] == mark]
-            said = tokens[starts[-1] + len(mark) :] if starts else []
-            changed[row, script[min(len(said), len(script) - 1)]] += force
-        return changed
-
-    return Processing.of(logits_processor=forced)
-
-
-def call(name: str, arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 SCRIPTS: dict[str, tuple[str, str | None, list[tuple[str, Any]]]] = {
     "text": ("Just text, 1 < 2.", "Just text, 1 < 2.", []),
-    "a call": (call("pick", {"n": 1}), None, [("pick", {"n": 1})]),
+    "a call": (as_call("pick", {"n": 1}), None, [("pick", {"n": 1})]),
     "text and calls": (
-        f"Wait.\n{call('pick', {'n': 1})}\n{call('now', {})}",
+        f"Wait.\n{as_call('pick', {'n': 1})}\n{as_call('now', {})}",
         "Wait.\n",
         [("pick", {"n": 1}), ("now", {})],
     ),
-    "an unknown function": (call("fly", {}), call("fly", {}), []),
+    "an unknown function": (as_call("fly", {}), as_call("fly", {}), []),
     "no JSON": ("<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", []),
     "no end": ('<tool_call>\n{"name": "now"', '<tool_call>\n{"name": "now"', []),
     "a tag's beginning": ("a <tool_cal", "a <tool_cal", []),
@@ -271,7 +248,7 @@ def test_the_models_own_calls_are_read(name: str) -> None:
 
 def test_a_call_that_is_cut_off_is_left_out_of_an_answer() -> None:
     """Whole or streamed, wherever the limit cuts it; what is complete before it is told."""
-    written = f"Wait.\n{call('pick', {'n': 1})}\n{call('now', {})}"
+    written = f"Wait.\n{as_call('pick', {'n': 1})}\n{as_call('now', {})}"
     first, second = (written.index(name) for name in ("pick", "now"))
     cuts = [first - 8, first, first + 6, written.index("</tool_call>") + 4, second, len(written) - 12]
     with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
@@ -289,7 +266,7 @@ def test_a_call_that_is_cut_off_is_left_out_of_an_answer() -> None:
 
 def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenAI) -> None:
     """The closing tag may be missing, and half a call is no text."""
-    whole = f"Wait.\n{call('pick', {'n': 1})}\n"
+    whole = f"Wait.\n{as_call('pick', {'n': 1})}\n"
     cases: dict[str, list[str]] = {"}": [], '"arg': [], "</tool_call>": ["pick"], " two": ["pick"]}
     with running(settings(defaults=Defaults(processing=writes(f"{whole}one two"))), schema_engine()) as found:
         own = client_of(found[0])
@@ -319,7 +296,7 @@ def test_a_forced_call_that_is_cut_off_shows_nothing(client: openai.OpenAI) -> N
 
 def test_a_strict_function_is_called_with_what_its_schema_allows_or_not_at_all() -> None:
     strict = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
-    wrong = f"Hm. {call('pick', {'n': 7})}"
+    wrong = f"Hm. {as_call('pick', {'n': 7})}"
     for written, said, called in ((wrong, "Hm. ", ["pick"]), ("Only <b> text.", "Only <b> text.", [])):
         defaults = Defaults(processing=writes(written))
         with running(settings(defaults=defaults), schema_engine()) as (url, _):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.core.processing import Processing
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.target.model import TargetModel
@@ -32,3 +36,24 @@ def new_schema_engine(
 
 
 schema_engine = cache(new_schema_engine)  # one of each kind for all tests
+
+
+def writes(text: str, force: float = 60.0) -> Processing:
+    """Return what makes a model write this text after the prompt."""
+    tokenizer = schema_engine().tokenizer
+    script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    mark = tokenizer.encode("assistant:", add_special_tokens=False)
+
+    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        changed = scores.clone()
+        for row, tokens in enumerate(ids.tolist()):
+            starts = [at for at in range(len(tokens)) if tokens[at : at + len(mark)] == mark]
+            said = tokens[starts[-1] + len(mark) :] if starts else []
+            changed[row, script[min(len(said), len(script) - 1)]] += force
+        return changed
+
+    return Processing.of(logits_processor=forced)
+
+
+def as_call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

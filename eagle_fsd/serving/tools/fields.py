@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -149,10 +150,14 @@ class NamedTool(Strict):
 
 
 def require_different(tools: list[Tool]) -> list[Tool]:
-    names = [tool.function.name for tool in tools]
+    require_different_names([tool.function for tool in tools])
+    return tools
+
+
+def require_different_names(functions: Sequence[Function]) -> None:
+    names = [function.name for function in functions]
     if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
         raise ValueError(f"tools has the function {twice} twice: name it once")
-    return tools
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_FUNCTIONS), AfterValidator(require_different)]

@@ -9,8 +9,8 @@ from typing import Any
 from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import ApiError, wrong_value
-from eagle_fsd.serving.protocol import ChatRequest, Generation
-from eagle_fsd.serving.tools.fields import Message, NamedTool
+from eagle_fsd.serving.requests.generation import Chat
+from eagle_fsd.serving.tools.fields import Message
 from eagle_fsd.text.tool_calls import (
     OWN_FORMAT,
     CallFormat,
@@ -41,31 +41,27 @@ class ToolPlan:
         return CallReader(names, self.format.tagged, self.several, self.free)
 
 
-def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
+def plan_tools(request: Chat, known: CallFormat) -> ToolPlan | None:
     """Return what a request's tools come to; None without any, or if none may be called.
 
     known: what the model's chat template has. Raises ApiError for what cannot be done with it.
     """
-    if not isinstance(request, ChatRequest):
-        return None
-    choice = request.tool_choice or ("auto" if request.tools else "none")
-    if not request.tools and choice != "none" and request.tool_choice != "auto":
+    offered, choice = request.functions, request.call_choice or "auto"
+    if not offered and choice == "required":
         raise wrong_value("tool_choice without tools: send tools, or leave it out", "tool_choice")
-    if choice == "none" or not request.tools:
+    if choice == "none" or not offered:
         return None
-    offered = [tool.function for tool in request.tools]
-    if isinstance(choice, NamedTool):
-        offered = [one for one in offered if one.name == choice.function.name]
+    if request.called is not None:
+        offered = [one for one in offered if one.name == request.called]
         if not offered:
-            name = format_value(choice.function.name)
-            raise wrong_value(f"tool_choice names {name}, which is not in tools: add it", "tool_choice")
-    if request.response_format is not None or request.structured_outputs is not None:
-        name = "response_format" if request.response_format is not None else "structured_outputs"
+            named = format_value(request.called)
+            raise wrong_value(f"tool_choice names {named}, which is not in tools: add it", "tool_choice")
+    if (name := request.form_name) is not None:
         message = f"{name} beside tools: an answer has one form; leave one out, or set tool_choice to none"
         raise wrong_value(message, name)
     # A template that knows functions says how to call them in its own words, tagged or not.
     functions = [one.shown for one in offered]
-    several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    several = request.parallel_tool_calls is not False and request.called is None
     if choice != "auto":
         grammar = call_grammar(functions, known, several)
         return ToolPlan(functions, known, Form("grammar", grammar), several, free=False)

@@ -1,0 +1,1 @@
+"""Answers in the forms of OpenAI's API."""

@@ -1,0 +1,205 @@
+"""Requests for chats, plain completions and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from eagle_fsd.core.config import Form
+from eagle_fsd.serving.errors import format_json
+from eagle_fsd.serving.requests.generation import (
+    MOST_LOGPROBS,
+    Body,
+    Chat,
+    Decoding,
+    Template,
+)
+from eagle_fsd.serving.tools.fields import (
+    Function,
+    Message,
+    Messages,
+    NamedTool,
+    Strict,
+    ToolChoice,
+    Tools,
+    WantedFormat,
+)
+
+
+def require_prompt(value: Any) -> Any:
+    rows = value if isinstance(value, list) else [value]
+    texts = all(isinstance(row, str) for row in rows)
+    if texts or (isinstance(value, list) and (are_ids(rows) or all(map(are_ids, rows)))):
+        return value
+    raise ValueError(
+        f"prompt is {format_json(value)}: it must be a text, several texts, token ids, or several lists of "
+        "token ids, and not a mixture; send one of these"
+    )
+
+
+def are_ids(value: Any) -> bool:
+    """Whether this is a list of integers, as token ids are."""
+    return isinstance(value, list) and all(
+        isinstance(one, int) and not isinstance(one, bool) for one in value
+    )
+
+
+def none_if_false(value: Any) -> Any:
+    """Take a chat's way to ask for no log-probabilities as well."""
+    return None if value is False else value
+
+
+class StreamOptions(Strict):
+    """include_usage: end the stream with a chunk that has the usage and no choices."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Generation(Decoding):
+    """The fields that chats and plain completions share.
+
+    response_format: what form the text has, in place of structured_outputs. timings_per_token: every chunk
+    of a stream says how fast it was so far. return_token_origins: see Decoding.wants_origins.
+    """
+
+    max_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1)
+    stream_options: StreamOptions = StreamOptions()
+    response_format: WantedFormat = None
+    timings_per_token: bool = False
+    return_token_origins: bool = False
+
+    @model_validator(mode="after")
+    def require_stream(self) -> Generation:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options is for streams: leave it out, or set stream to true")
+        return self
+
+    @model_validator(mode="after")
+    def require_one_form(self) -> Generation:
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs beside response_format: a text has one form; leave one out")
+        return self
+
+    @property
+    def form_name(self) -> str | None:
+        return super().form_name if self.response_format is None else "response_format"
+
+    @property
+    def form(self) -> Form | None:
+        return super().form if self.response_format is None else self.response_format.form
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def count(self) -> int:
+        return self.n
+
+    @property
+    def wants_origins(self) -> bool:
+        return self.return_token_origins
+
+
+class ChatRequest(Chat, Generation):
+    """POST /v1/chat/completions. documents: for the model's chat template. tools, tool_choice: see Chat."""
+
+    source: ClassVar[str] = "messages"
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    documents: list[Any] = []
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None
+
+    @model_validator(mode="after")
+    def require_one_limit(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens is the old name of max_completion_tokens: send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is for logprobs: set that to true, or leave top_logprobs out")
+        return self
+
+    @property
+    def top_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def turns(self) -> Sequence[Message]:
+        return self.messages
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        return [tool.function for tool in self.tools]
+
+    @property
+    def called(self) -> str | None:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def call_choice(self) -> Literal["none", "auto", "required"] | None:
+        return "required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def template(self) -> dict[str, Any]:
+        return {**self.chat_template_kwargs, **({"documents": self.documents} if self.documents else {})}
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions. prompt: a text, several, token ids, or several lists of them."""
+
+    source: ClassVar[str] = "prompt"
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(require_prompt)]
+    logprobs: Annotated[int | None, BeforeValidator(none_if_false)] = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def top_tokens(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if alone else list(prompt)
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: the token ids of a text, or of a chat that waits for its answer."""
+
+    source: ClassVar[str] = "messages"
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: Template = {}
+
+    @property
+    def turns(self) -> Sequence[Message]:
+        return self.messages or ()
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        return self.chat_template_kwargs
+
+    @model_validator(mode="after")
+    def require_one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages must be there, and not both: send one of them")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize: the text of token ids."""
+
+    model: str | None = None
+    tokens: list[int]

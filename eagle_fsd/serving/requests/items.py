@@ -1,0 +1,140 @@
+"""The items of a request for a response: messages, calls and their results, as turns of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
+
+from eagle_fsd.serving.errors import format_json
+from eagle_fsd.serving.tools.fields import CalledFunction, Message, Strict, ToolCall
+
+# What answers carry in an item or a part of one, and clients send back.
+WITHOUT_EFFECT = ("id", "status", "phase", "annotations", "logprobs", "namespace", "caller", "async")
+TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+class Kept(Strict):
+    """An item, or a part of one, whose fields without effect are left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_what_has_no_effect(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {name: value for name, value in data.items() if name not in WITHOUT_EFFECT}
+
+
+class ItemPart(Kept):
+    """A part of a message or a result; texts are the only kind."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str
+
+
+def as_parts(value: Any, info: ValidationInfo) -> Any:
+    """Return a field's texts as parts. Raises ValueError for what is no text."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise ValueError(
+            f"{info.field_name} is {format_json(value)}: it must be a text, or a list of parts such as "
+            '{"type": "input_text", "text": "Hello"}; send one of these'
+        )
+    for part in value:
+        if part.get("type") not in TEXTS:
+            kind = format_json(part.get("type"))
+            said = f"{info.field_name} has a part of type {kind}"
+            raise ValueError(f"{said}: this server reads text only; leave it out")
+    refused = {"refusal": "text"}  # where a part of this type has its text
+    return [{refused.get(name, name): said for name, said in part.items()} for part in value]
+
+
+Parts = Annotated[list[ItemPart], BeforeValidator(as_parts)]
+
+
+class MessageItem(Kept):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+
+    @property
+    def turn(self) -> Message:
+        return Message(role=self.role, content=text_of(self.content))
+
+
+class CallItem(Kept, CalledFunction):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=200)
+
+    @property
+    def turn(self) -> Message:
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        return Message(role="assistant", tool_calls=[ToolCall(id=self.call_id, function=function)])
+
+
+class ResultItem(Kept):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=200)
+    output: Parts
+
+    @property
+    def turn(self) -> Message:
+        return Message(role="tool", content=text_of(self.output), tool_call_id=self.call_id)
+
+
+def text_of(parts: Sequence[ItemPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def kind_of(item: Any) -> str:
+    """Return the class of an item. Raises ValueError for a kind that is not read here."""
+    kind = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", None)
+    classes = {"message": "MessageItem", "function_call": "CallItem", "function_call_output": "ResultItem"}
+    if kind not in classes:
+        said = format_json(item if kind is None else kind)
+        raise ValueError(f"input has an item {said}: it must be of type {', '.join(classes)}; leave it out")
+    return classes[kind]
+
+
+def as_items(value: Any) -> Any:
+    """Return what an input comes to: a text is what the user says."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"input is {format_json(value)}: it must be a text, or a list of items; send one")
+    for item in value:
+        kind_of(item)
+    return value
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("MessageItem")]
+    | Annotated[CallItem, Tag("CallItem")]
+    | Annotated[ResultItem, Tag("ResultItem")],
+    Discriminator(kind_of),
+]
+Items = Annotated[list[Item], BeforeValidator(as_items)]
+
+
+def turns_of_items(items: Sequence[Any]) -> list[Message]:
+    """Return the turns of a chat. Calls belong to the assistant's message before them."""
+    turns: list[Message] = []
+    names: dict[str, str] = {}  # of functions, by the calls' ids
+    for item in items:
+        turn: Message = item.turn
+        if isinstance(item, CallItem):
+            names[item.call_id] = item.name
+            if turns and turns[-1].role == "assistant":
+                before = turns.pop()
+                calls = [*before.tool_calls, *turn.tool_calls]
+                turn = Message(role="assistant", content=before.content, tool_calls=calls)
+        elif isinstance(item, ResultItem):
+            turn = turn.model_copy(update={"name": names.get(item.call_id)})
+        turns.append(turn)
+    return turns

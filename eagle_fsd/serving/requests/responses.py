@@ -1,0 +1,160 @@
+"""Requests for responses, the newer form of OpenAI's chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from eagle_fsd.core.config import Form
+from eagle_fsd.serving.errors import format_json
+from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Chat
+from eagle_fsd.serving.requests.items import Items, turns_of_items
+from eagle_fsd.serving.requests.unsupported import (
+    UNSUPPORTED_RESPONSES,
+    WITHOUT_EFFECT_RESPONSES,
+    Table,
+)
+from eagle_fsd.serving.tools.fields import (
+    ANY_OBJECT,
+    MOST_FUNCTIONS,
+    Function,
+    FunctionName,
+    Message,
+    Strict,
+    require_different_names,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+# There are no items of reasoning, so that there is nothing to encrypt.
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+def require_functions(tools: Any) -> Any:
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, Mapping) and tool.get("type") != "function":
+            kind = format_json(tool.get("type"))
+            raise ValueError(f"tools has one of type {kind}: this server has functions only; leave it out")
+    return tools
+
+
+class FunctionTool(Function):
+    """A function, with its fields beside its type."""
+
+    type: Literal["function"]
+
+
+class CalledTool(FunctionName):
+    """tool_choice: this function is called."""
+
+    type: Literal["function"]
+
+
+class TextFormat(Strict):
+    """text.format: any text, any JSON object, or JSON of a schema, whose fields stand beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def require_schema(self) -> TextFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("format has a schema if its type is json_schema, and only then: fix it")
+        return self
+
+    @property
+    def form(self) -> Form | None:
+        return None if self.type == "text" else Form.json_schema(self.json_schema or ANY_OBJECT)
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: Literal[False] = False
+
+
+FunctionTools = Annotated[
+    list[FunctionTool], BeforeValidator(require_functions), Field(max_length=MOST_FUNCTIONS)
+]
+
+
+class ResponsesRequest(Chat):
+    """POST /v1/responses. No answer is stored, so the input has all turns.
+
+    instructions: a system message before them. tools, tool_choice: see Chat. metadata: comes back.
+    """
+
+    source: ClassVar[str] = "input"
+    unsupported: ClassVar[Table] = UNSUPPORTED_RESPONSES
+    without_effect: ClassVar[Sequence[str]] = WITHOUT_EFFECT_RESPONSES
+
+    input: Items
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions = TextOptions()
+    tools: FunctionTools = []
+    tool_choice: Literal["none", "auto", "required"] | CalledTool | None = None
+    include: list[Includable] = []
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    metadata: dict[str, str] = {}
+    stream_options: ResponseStreamOptions | None = None
+
+    @model_validator(mode="after")
+    def require_what_fits(self) -> ResponsesRequest:
+        require_different_names(self.tools)
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise ValueError(f"top_logprobs is for logprobs: add {LOGPROBS} to include, or leave it out")
+        if LOGPROBS in self.include and self.tools and self.call_choice != "none":
+            raise ValueError(
+                f"include has {LOGPROBS} beside tools: tokens of calls have none; leave one out, or set "
+                "tool_choice to none"
+            )
+        if self.text.format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs beside text.format: a text has one form; leave one out")
+        return self
+
+    @cached_property
+    def turns(self) -> Sequence[Message]:
+        turns = turns_of_items(self.input)
+        if not self.instructions:
+            return turns
+        said = self.instructions
+        if turns[0].role in ("system", "developer"):  # many templates have one such message, at the beginning
+            said, turns = f"{said}\n\n{turns[0].text}", turns[1:]
+        return [Message(role="system", content=said), *turns]
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        return self.tools
+
+    @property
+    def called(self) -> str | None:
+        return self.tool_choice.name if isinstance(self.tool_choice, CalledTool) else None
+
+    @property
+    def call_choice(self) -> Literal["none", "auto", "required"] | None:
+        return "required" if isinstance(self.tool_choice, CalledTool) else self.tool_choice
+
+    @property
+    def form_name(self) -> str | None:
+        asked = self.text.format is not None and self.text.format.form is not None
+        return "text.format" if asked else super().form_name
+
+    @property
+    def form(self) -> Form | None:
+        return super().form if self.text.format is None else self.text.format.form
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def top_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if LOGPROBS in self.include else None

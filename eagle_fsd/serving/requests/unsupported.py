@@ -1,0 +1,99 @@
+"""Fields of requests that this server does not support, and those that have no effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Table = Mapping[str, tuple[Any, ...]]
+
+# Unsupported fields of OpenAI's and vLLM's requests, and the values that ask for nothing, which clients send
+# of their own accord. To switch a field on: take it out of this table, add it to the class of a request, and
+# use it in choices.py.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # how tokens are chosen
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    # what is reported
+    "prompt_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "include_reasoning": (False,),
+    # older names of tools and forms
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_grammar": (),
+    "guided_choice": (),
+    "chat_template": (),
+    # media and services
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+# These name a client or its own business, and change no text.
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt")
+
+# The same for /v1/responses, whose answers repeat the metadata.
+OF_OTHER_ANSWERS = ("previous_response_id", "conversation")
+UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(OF_OTHER_ANSWERS, ()),
+    "background": (False,),
+    "context_management": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "reasoning": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+WITHOUT_EFFECT_RESPONSES = (
+    *("user", "safety_identifier", "cache_prompt"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
+
+
+def drop_what_asks_for_nothing(data: Any, unsupported: Table, without_effect: Sequence[str]) -> Any:
+    """Take out fields without effect; raise Unsupported for one that asks for what is unsupported."""
+    if not isinstance(data, Mapping):
+        return data
+    kept = {}
+    for name, value in data.items():
+        if name in unsupported:
+            if not is_neutral(value, unsupported[name]):
+                raise Unsupported(name, unsupported[name])
+        elif name not in without_effect:
+            kept[name] = value
+    return kept
+
+
+def is_neutral(value: object, neutral: Sequence[object]) -> bool:
+    """Whether a field's value asks for nothing. An object whose fields are all null is empty."""
+    if isinstance(value, Mapping):
+        value = {name: inner for name, inner in value.items() if inner is not None}
+    return value is None or any(type_and_value(value) == type_and_value(one) for one in neutral)
+
+
+def type_and_value(value: object) -> tuple[bool, object]:
+    """Return what tells values apart: False is not 0 here."""
+    return isinstance(value, bool), value
+
+
+class Unsupported(Exception):
+    """A field that asks for something unsupported."""
+
+    def __init__(self, name: str, neutral: Sequence[object]) -> None:
+        neutral = [one for one in neutral if one not in ({}, [], "")]
+        remedy = f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
+        if name in OF_OTHER_ANSWERS:
+            remedy = "no answer is stored; send the earlier turns in input"
+        super().__init__(f"{name} is not supported by this server: {remedy}")
+        self.name = name
