@@ -243,6 +243,27 @@ def test_an_error_outside_a_step_leaves_nobody_waiting(monkeypatch: pytest.Monke
         assert service.worker.alive
 
 
+def test_a_text_that_cannot_begin_is_told_so_and_not_begun_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before a text is taken up touches no text: it came again and again, and the client waited."""
+    chosen, failed = Scheduler._next_reading, []
+    marked = chat_ids([{"role": "user", "content": "bad"}])
+
+    def broken(scheduler: Scheduler, most: int, waiting: Any) -> Any:
+        if waiting and list(waiting[0].prompt) == marked:
+            failed.append(1)
+            raise RuntimeError("cannot begin")
+        return chosen(scheduler, most, waiting)
+
+    monkeypatch.setattr(Scheduler, "_next_reading", broken)
+    with running(settings()) as (url, _):
+        client = client_of(url)
+        with pytest.raises(openai.InternalServerError, match="its log says how"):
+            client.chat.completions.create(**{**LONG, "messages": [{"role": "user", "content": "bad"}]})
+        answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=5)
+        assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=5)
+    assert len(failed) == 1
+
+
 def test_an_error_while_it_recovers_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that ended in a step may not have come back when the batch is made anew."""
     step, begin, failed = Scheduler.step, Worker._new_scheduler, []

@@ -413,7 +413,7 @@ def test_a_text_that_fails_ends_its_stream_with_the_reason(monkeypatch: pytest.M
     step = Scheduler.step
 
     def broken(scheduler: Scheduler) -> Any:
-        bad = next((text for text in scheduler.texts if text.stats.steps >= 2), None)
+        bad = next((text for text in scheduler.decoding if text.stats.steps >= 2), None)
         if bad is not None:
             raise NonFiniteLogits(bad.stats.steps + 1, bad.number)
         return step(scheduler)

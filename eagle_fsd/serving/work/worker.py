@@ -313,6 +313,8 @@ class Worker:
         expected = isinstance(error, NonFiniteLogits)
         logger.error("a step, or what is beside it, failed: %s", one_line(error), exc_info=not expected)
         untouched = before.intersection(self._scheduler.waiting)
+        if untouched.issuperset(self._texts):  # the next one is to blame, or it would go on for ever
+            untouched -= set(list(self._scheduler.waiting)[:1])
         if self._leader.ranks.several and not expected:
             # Nobody knows where the other ranks are: the server ends, and with it all of them.
             untouched, self._closing, self._lost = set(), True, True
