@@ -59,8 +59,9 @@ class Seen:
     of each row. features: [B, P, d], or [B, P, taps * d], or None if the drafter needs none. features[:, j]
     is the target's feature at the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a
     text's first token. next_tokens: None unless the drafter needs them. At first, the lists after the X
-    tokens before each root, in order; a text of fewer tokens has meaningless lists first. Later, those at all
-    nodes of the step's tree. known: the tokens of each row without padding, if the host has them.
+    tokens before each root, in order; a text of fewer tokens has meaningless lists first. Beside taps, from
+    which no logits can be read, there are none at first. Later, those at all nodes of the step's tree.
+    known: the tokens of each row without padding, if the host has them.
     """
 
     tokens: Tensor

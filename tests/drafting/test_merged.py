@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.drafter_laws import random_chain, worst_fit
+from support.eagle3 import eagle3_head
 from support.stubs import Chain, ChainTarget
 from support.tiny_models import greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
 from torch import Tensor
@@ -79,6 +80,19 @@ def test_greedy_text_is_the_targets_own_in_any_batch(
     for row in together.stats:
         assert sum(row.sources.values()) == row.new_tokens
         assert row.new_tokens - row.sources["target"] == row.exact_accepts
+
+
+def test_a_head_of_taps_has_lists_beside_it(ends: list[list[int]]) -> None:
+    """Those of the steps: a prompt's taps are not what the target's logits are read from."""
+    target = TargetModel(tiny_model())
+    head = EagleFSD(target, eagle3_head(4)).drafter
+    assert head is not None
+    model = EagleFSD(target, MergedSpec.for_target(head, target, Sources()))
+    padded = [[0] * (16 - len(prompt)) + prompt for prompt in prompts()]
+    mask = [[0] * (16 - len(prompt)) + [1] * len(prompt) for prompt in prompts()]
+    together = model.generate(padded, torch.tensor(mask), max_new_tokens=40, tree=TREES[1])
+    assert together.new_tokens == ends
+    assert sum(row.sources["recycled"] for row in together.stats) > 0, "no list was proposed"
 
 
 class ChainPredictor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.drafting.drafter import Drafter, NextTokens, Resumable, Seen
+from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Resumable, Seen
 from eagle_fsd.target.session import TargetSession
 
 # Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
@@ -28,7 +28,7 @@ def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, draft
     """Run prompts [B, L] except the last token of each, and return those tokens, the first roots [B]."""
     counts = [length - 1 for length in lengths]
     features = read_prompts(tokens[:, :-1], counts, target)
-    lists = list_next_tokens(target, features, counts, drafter.needs.next_tokens)
+    lists = list_next_tokens(target, features, counts, drafter.needs)
     drafter.begin(Seen(tokens, lengths, features_before(features, drafter), lists))
     last = on_device(counts, tokens.device)[:, None]
     return tokens.gather(1, last)[:, 0]
@@ -112,7 +112,7 @@ class PromptReader:
         lists = None
         if not self.left:
             known = torch.cat(self._features, dim=1)
-            lists = list_next_tokens(self.target, known, [known.shape[1]], self.drafter.needs.next_tokens)
+            lists = list_next_tokens(self.target, known, [known.shape[1]], self.drafter.needs)
         seen = Seen(tokens, [tokens.shape[1]], before if self.drafter.needs.features else None, lists)
         if self._begun and isinstance(self.drafter, Resumable):
             self.drafter.read_on(seen)
@@ -129,16 +129,17 @@ def features_before(features: Tensor, drafter: Drafter) -> Tensor | None:
 
 
 def list_next_tokens(
-    target: TargetSession, features: Tensor, counts: Sequence[int], length: int
+    target: TargetSession, features: Tensor, counts: Sequence[int], needs: Needs
 ) -> NextTokens | None:
     """Return the target's likeliest next tokens after each of the last LISTED tokens of every row.
 
-    features: [B, L, d], of the rows' tokens. counts: the tokens of each row.
+    features: [B, L, D], of the rows' tokens. counts: the tokens of each row. None: none are needed, or taps
+    stand in the place of the states that the target's logits are read from.
     """
     width = min(LISTED, features.shape[1])
-    if not length or not width:
+    if not needs.next_tokens or needs.taps or not width:
         return None
     ends = on_device(counts, features.device)[:, None]
     places = (ends - width + torch.arange(width, device=features.device)).clamp(min=0)  # [B, X]
     few = features.gather(1, places[:, :, None].expand(-1, -1, features.shape[-1]))
-    return NextTokens.from_logits(target.logits(few), length)
+    return NextTokens.from_logits(target.logits(few), needs.next_tokens)
