@@ -189,7 +189,8 @@ def find_calibration(
 
     def order(one: Calibration) -> tuple[float, ...]:
         fitting = one.fitting(wanted, tree)
-        warmth = one.sampling != sampling, one.sampling.temperature, one.sampling.top_p
+        its = one.sampling
+        warmth = its != sampling, its.temperature, its.top_p, its.top_k or math.inf, -its.min_p
         if tree is None:
             return *warmth, not fitting, one.device != device
         # How fast rules are was measured on trees of their own, so that of two trees the nearer one is taken.

@@ -332,6 +332,15 @@ def test_a_sampling_that_was_not_measured_takes_the_next_warmer_one(
         assert measures is not None and SamplingConfig.parse(measures[1]) == sampling
     caplog.clear()
     assert model.calibration(WARM) == warm and not caplog.text
+    narrow, pruned = (
+        a_calibration(model, sampling=one)
+        for one in (SamplingConfig(1.0, 50), SamplingConfig(1.0, 50, min_p=0.05))
+    )
+    for order in ([hot, narrow, pruned], [pruned, narrow, hot]):  # whichever was made first
+        write_calibrations(tmp_path / FILE, order)
+        assert model.calibration(SamplingConfig(1.0, 20)) == narrow
+        assert model.calibration(SamplingConfig(1.0, 20, min_p=0.1)) == pruned
+    write_calibrations(tmp_path / FILE, [hot, warm, greedy])
     with pytest.raises(ValueError, match="none of which is as warm"):
         model.calibration(SamplingConfig(1.2, 1))
     write_calibrations(tmp_path / FILE, [hot, warm])
