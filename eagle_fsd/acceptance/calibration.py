@@ -11,7 +11,8 @@ another kind. Under a colder sampling it moves less as a rule, so that a samplin
 the thresholds of the next warmer one. Greedy text does not: a token of it that changes counts whole, which
 may be more than sampled text was measured to move. And it belongs to a tree. The larger a tree is, the more a
 plan moves, which looks for paths that are worth it, and the less a rule without a plan does, which is asked
-where no child was drawn. So a plan holds for trees up to the measured one, and a rule without from there on.
+where no child was drawn. So a plan holds for trees up to the measured one that leave out no fewer unlikely
+nodes, by their min_confidence, and a rule without from there on.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class CalibratedThreshold:
     def holds(self, measured: TreeConfig, tree: TreeConfig) -> bool:
         """Return whether it moves about as much with a tree as with the one that was measured, or less."""
         if self.price:
-            return measured.holds(tree)
+            return plan_holds(measured, tree)
         more = tree.total_tokens > measured.total_tokens and tree.top_k >= measured.top_k
         return tree.holds(measured) or more
 
@@ -168,6 +169,11 @@ class Calibration:
     def is_for(self, models: Mapping[str, Any]) -> bool:
         """Return whether it was made with this target and this way to draft, in float32 or bfloat16."""
         return weights_alone(self.models) == weights_alone(models)
+
+
+def plan_holds(measured: TreeConfig, tree: TreeConfig) -> bool:
+    """Return whether a plan moves about as much with a tree as with the one that was measured, or less."""
+    return measured.holds(tree) and tree.min_confidence >= measured.min_confidence
 
 
 def find_calibration(

@@ -18,6 +18,7 @@ from eagle_fsd.acceptance.calibration import (
     device_kind,
     find_calibration,
     format_sampling,
+    plan_holds,
     read_calibrations,
 )
 from eagle_fsd.acceptance.divergence import require_listed, require_sparse
@@ -97,7 +98,7 @@ class Settler:
             setting = (sampling, together or len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree
             plans = isinstance(rule, Fuzzy) and rule.price > 0
-            holds = calibrated is None or (plans and calibrated.holds(tree))
+            holds = calibrated is None or (plans and plan_holds(calibrated, tree))
             if isinstance(options.rule, AutoThreshold) and not holds:
                 rule, _ = self.within_budget(options.rule, sampling, tree)
         self.check_tree(tree, prompts.lengths)

@@ -478,6 +478,11 @@ def test_a_budget_holds_for_the_tree_of_the_text(
     ):
         assert rule_with(tree, *known) == taken and warned in caplog.text
     assert "measured with trees of 8/3/3: with 7/3/3 a text" in caplog.text and "--tree 7/3/3" in caplog.text
+    sure = plans_of(found, 2.0, tree=replace(TREE, min_confidence=0.1))
+    for least, holds in ((0.1, True), (0.2, True), (0.05, False), (0.0, False)):
+        assert rule_with(replace(TREE, min_confidence=least), sure) == plan
+        assert (warned not in caplog.text) == holds, "with a lower confidence a tree has more nodes"
+    assert rule_with(TREE, sure, found) == rule and warned not in caplog.text
     faster = plans_of(found, 2.0, shared_ratio=99.0)  # lossless text is, and changes with no tree
     assert rule_with(TreeConfig(30, 5, 4), faster) == Lossless() and warned not in caplog.text
 
@@ -486,6 +491,8 @@ def test_a_budget_holds_for_the_tree_of_the_text(
 
     monkeypatch.setattr(model.settler, "choose_tree", measure)
     assert rule_with(AutoTree(depth=5), small_plan, large_plan) == larger_plan and warned not in caplog.text
+    sure = replace(large_plan, tree=replace(large, min_confidence=0.1))
+    assert rule_with(AutoTree(depth=5), sure) == larger_plan and warned in caplog.text
 
 
 def test_a_tree_takes_the_rule_with_the_nearest_tree() -> None:
