@@ -119,8 +119,7 @@ class BeamDrafter:
         """Propose a tree below roots [B]. Its log_q are those of the target's draws where noise is shared."""
         tree: DraftTree | None = self._run(self._grow, roots, config, noise)
         if tree is None:
-            width = self.predictor.log_q(self.root_states[:1]).shape[-1]
-            tree = root_only(roots, width, config.total_tokens)
+            tree = root_only(roots, 0, config.total_tokens)
         return tree.filled_up() if self._whole_trees else tree
 
     def candidates(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> Grown | None:

@@ -157,7 +157,7 @@ def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(family: str) -> No
         drafter.root_states = fresh.root_states.clone()
 
 
-def test_a_text_longer_than_the_drafts_positions_gets_no_drafts() -> None:
+def test_a_text_longer_than_the_drafts_positions_gets_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and beside a shorter one, with learned positions, which must not be read out of range."""
     spec = DraftModelSpec.for_target(other_model("gpt2", n_positions=12), TARGET)
     prompts = prompts_of([10, 3, 14])
@@ -172,9 +172,10 @@ def test_a_text_longer_than_the_drafts_positions_gets_no_drafts() -> None:
     tree = drafter.draft(roots_of(prompts), TREE)
     assert [int((row >= 0).sum()) for row in tree.parents] == [9, 9, 0]
     drafter.select([2])
+    monkeypatch.setattr(drafter.predictor, "log_q", None)  # its lm_head would be computed for nothing
     only = drafter.draft(torch.tensor([prompts[2][-1]]), TREE)
     assert only.tokens.tolist() == [[prompts[2][-1]]] and only.largest == tree.largest
-    assert only.log_q.shape == (1, 0, tree.log_q.shape[-1])
+    assert only.log_q.shape[:2] == (1, 0)
 
 
 def test_a_prompt_longer_than_the_draft_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
