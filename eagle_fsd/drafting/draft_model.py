@@ -149,7 +149,14 @@ class DraftModelPredictor:
             tokens = tokens[:, : max(1, *seen.counts)]
         # Prompts have any length, so a recording for one would hardly ever be replayed.
         read = self._read_text if first else self._read
-        return commit_in_chunks(self.cache, read, (tokens,), seen.counts, first)
+
+        def read_what_counts(tokens: Tensor, start: int) -> Tensor:
+            if min(self.cache.row_lengths) + start < self.longest:
+                return read(tokens, start)
+            # Nothing is drafted for any of these texts any more, however they go on.
+            return torch.zeros(*tokens.shape, self.width, device=tokens.device)
+
+        return commit_in_chunks(self.cache, read_what_counts, (tokens,), seen.counts, first)
 
     def _read_text(self, tokens: Tensor, start: int) -> Tensor:
         """Return the states [B, q, d] at tokens [B, q], `start` slots past the committed ones."""

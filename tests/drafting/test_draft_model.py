@@ -178,6 +178,38 @@ def test_a_text_longer_than_the_drafts_positions_gets_no_drafts(monkeypatch: pyt
     assert only.log_q.shape[:2] == (1, 0)
 
 
+@torch.inference_mode()
+def test_what_is_past_the_drafts_positions_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a shorter text is beside it, whether it grew so long or began so; and short texts may follow."""
+    monkeypatch.setattr(kv_cache, "WIDEST", 4)
+    model = other_model("gpt2", n_positions=12)
+    spec, read, features = DraftModelSpec.for_target(model, TARGET), [], TargetModel.features
+
+    def noting(self: TargetModel, tokens: Tensor, *rest: Any) -> Tensor:
+        read.append(tokens.shape[1])
+        return features(self, tokens, *rest)
+
+    monkeypatch.setattr(TargetModel, "features", noting)
+    long, grown, short = prompts_of([30, 11, 5])
+    drafter = start(spec, [grown])
+    assert read == [4, 4, 3]
+    for count in (2, 3):  # the first of them goes over the last position
+        drafter.extend(show(prompts_of([count])))
+    assert read == [4, 4, 3, 2] and drafter.cache.row_lengths == [16]
+    saved, other = drafter.save_row(0, 16), start(spec, [long])
+    assert saved is not None and read[4:] == [4, 4, 4] and other.cache.row_lengths == [30]
+    other.replace([0], start(spec, [short]))
+    drafter.load_row(0, saved, grown[:9])
+    drafter.read_on(show([short[:2]]))
+    for one, text in ((other, short), (drafter, [*grown[:9], *short[:2]])):
+        tree, fresh = (each.draft(roots_of([text]), TREE) for each in (one, start(spec, [text])))
+        assert torch.equal(tree.tokens, fresh.tokens)
+        torch.testing.assert_close(tree.log_q, fresh.log_q, atol=1e-4, rtol=1e-4)
+    drafter.load_row(0, saved, [*grown, 1, 2, 3, 4])
+    drafter.read_on(show([short]))
+    assert drafter.draft(roots_of([short]), TREE).tokens.shape == (1, 1)
+
+
 def test_a_prompt_longer_than_the_draft_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """The text is plain greedy decoding's, and a prompt that it reads is not spoken of."""
     model = EagleFSD(TARGET, DraftModelSpec.for_target(other_model("gpt2", n_positions=12), TARGET))
