@@ -19,7 +19,7 @@ import transformers
 from eagle_fsd.core.checks import one_line, require_choice
 from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve_dtype
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
-from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
+from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, format_keys
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
 from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quantization, gguf_read_once
 from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
@@ -281,9 +281,9 @@ def load_tokenizer(
 
 
 def check_whole(report: dict[str, Any], name: str) -> None:
-    """Raise ValueError if the files lack a weight or have it in another shape.
+    """Raise ValueError if the files lack a weight or have it in another shape; warn of what is left out.
 
-    transformers would fill it with random values and only warn.
+    transformers would fill it with random values and only warn, and the command line turns its warnings off.
     """
     for key, found, wanted in sorted(report["mismatched_keys"]):
         raise ValueError(
@@ -295,6 +295,13 @@ def check_whole(report: dict[str, Any], name: str) -> None:
         lost = f"{len(missing)} weights, such as {missing[0]}"
         raise ValueError(
             f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
+        )
+    if left := sorted(report["unexpected_keys"]):
+        logger.warning(
+            "target %r: its files hold %s, for which its config.json has no place: they are left out, and "
+            "texts may be wrong; check that both are of one model",
+            name,
+            format_keys(left),
         )
 
 

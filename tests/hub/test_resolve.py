@@ -242,6 +242,25 @@ def test_a_target_that_lacks_a_weight_is_refused_not_filled_at_random(copy: Path
     one_line_error(lambda: hub.load_target(str(copy)), "lacks 1 weights", "model.layers.1.mlp.up_proj.weight")
 
 
+def test_weights_that_a_config_has_no_place_for_are_named(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name.startswith("eagle_fsd")]
+
+    hub.load_target(str(copy))
+    assert not said(), "a whole target leaves nothing out"
+    bias = "model.layers.0.self_attn.q_proj.bias"  # of a model whose config has lost its attention_bias
+    tensors = load_file(copy / "model.safetensors") | {bias: torch.ones(WIDTH)}
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    hub.load_target(str(copy))
+    set_fields(copy, num_hidden_layers=1)
+    hub.load_target(str(copy))
+    one, several = said()
+    assert f"its files hold {bias}, for which" in one
+    assert "model.layers.1." in several and " and 6 more, for which" in several
+
+
 def test_a_target_whose_weights_have_other_shapes_is_refused(copy: Path) -> None:
     set_fields(copy, intermediate_size=40)
     one_line_error(lambda: hub.load_target(str(copy)), "is [16, 32] in its files and [16, 40] by")
