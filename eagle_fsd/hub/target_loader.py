@@ -154,6 +154,7 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
         check_plausible(config, source.folder, source.name)
     if settings.ranks.several:
         check_split(config, settings.ranks.size, source.name)
+    load_generation_config(source)  # transformers takes a broken one for none, and its end tokens are lost
     widens = source.gguf_file is None and settings.on_cpu and settings.dtype == torch.float32
     place = widening(source.folder) if widens else contextlib.nullcontext()
     bars = hide_loading_bars(source.gguf_file is not None)
@@ -188,10 +189,7 @@ def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetTe
     options = reader_options(source, trust_remote_code)
     with contextlib.nullcontext() if source.gguf_file is None else gguf_read_once():
         config, tokenizer = load_config(source, options), load_tokenizer(source, options)
-    generation = None
-    if (source.folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
-        with one_line_errors(source.name):
-            generation = transformers.GenerationConfig.from_pretrained(source.folder)
+    generation = load_generation_config(source)
     text = config.get_text_config(decoder=True)
     return TargetText(
         tokenizer=tokenizer,
@@ -268,6 +266,14 @@ def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.P
     check_sizes(config.to_dict(), source.name)  # for a .gguf file; check_folder did it for a folder
     check_decoder(config, source.name)
     return config
+
+
+def load_generation_config(source: TargetSource) -> transformers.GenerationConfig | None:
+    """Load the generation_config.json; None if the source has none."""
+    if not (source.folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
+        return None
+    with one_line_errors(source.name):
+        return transformers.GenerationConfig.from_pretrained(source.folder)
 
 
 def load_tokenizer(

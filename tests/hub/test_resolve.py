@@ -310,6 +310,15 @@ def test_a_broken_tokenizer_and_an_unknown_attention(copy: Path) -> None:
         one_line_error(lambda: hub.load_target(str(copy)), "cannot be loaded")
 
 
+@pytest.mark.parametrize("text", ["", '{"eos_token_id": [2, 5', "[]", "\xff"])
+def test_a_broken_generation_config_does_not_lose_the_end_tokens(copy: Path, text: str) -> None:
+    (copy / "generation_config.json").write_bytes(text.encode("latin-1"))
+    for load in (hub.load_target, lambda name: hub.load_text(hub.TargetSource(name, Path(name)))):
+        one_line_error(partial(load, str(copy)), "cannot be loaded")
+    (copy / "generation_config.json").unlink()
+    assert hub.load_target(str(copy))[0].generation_config.eos_token_id == 2, "a target may have none"
+
+
 def test_devices_and_dtypes(tiny: Path) -> None:
     cpu = torch.device("cpu")
     assert resolve_device(None) == resolve_device("auto")
