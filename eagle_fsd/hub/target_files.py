@@ -130,3 +130,16 @@ def check_plausible(config: transformers.PreTrainedConfig, folder: Path, name: s
             f"target {name!r} cannot be loaded (its config.json asks for {weights} weights or more, its "
             f"files have {size} bytes): they must be of one model; download both again"
         )
+
+
+def check_tokens(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> None:
+    """Raise ValueError for a tokenizer of special tokens alone, to which any prompt is nothing.
+
+    Most classes of transformers make such a one where the file of the vocabulary is missing or empty; T5's
+    also has the mark of a space.
+    """
+    if len(tokenizer) - len(getattr(tokenizer, "added_tokens_decoder", ())) < 2:
+        raise ValueError(
+            f"target {name!r} has a tokenizer without a vocabulary: its tokenizer.json, or such a file, must "
+            "be whole; download it again"
+        )

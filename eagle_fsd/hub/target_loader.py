@@ -24,7 +24,7 @@ from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole
 from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quantization, gguf_read_once
 from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
-from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
+from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes, check_tokens
 from eagle_fsd.runtime.ranks import ALONE, Ranks, rank_by_environment
 from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 
@@ -283,7 +283,9 @@ def load_tokenizer(
     if source.gguf_file is None and not any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
         return None
     with one_line_errors(source.name):
-        return transformers.AutoTokenizer.from_pretrained(source.folder, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, **options)
+    check_tokens(tokenizer, source.name)
+    return tokenizer
 
 
 def check_whole(report: dict[str, Any], name: str) -> None:

@@ -116,3 +116,21 @@ def test_a_config_of_a_far_larger_model_is_refused_before_it_is_built(
 def test_a_whole_target_is_still_loaded(saved: Path) -> None:
     model, _ = hub.load_target(str(saved))
     assert model.config.num_hidden_layers == 2
+
+
+KINDS = ("LlamaTokenizer", "GPT2Tokenizer", "GemmaTokenizer", "T5Tokenizer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_without_a_vocabulary_is_refused(kind: str, spoil: Callable[..., str]) -> None:
+    folder = spoil(model_type="llama")  # for qwen2, transformers takes one class whatever is named
+    record = json.dumps({"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"})
+    Path(folder, "tokenizer_config.json").write_text(record, encoding="utf-8")
+    refused(folder, "tokenizer without a vocabulary")
+
+
+def test_a_tokenizer_that_needs_no_file_of_a_vocabulary_is_one(spoil: Callable[..., str]) -> None:
+    folder = spoil(model_type="llama")
+    transformers.ByT5Tokenizer().save_pretrained(folder)
+    tokenizer = hub.load_text(hub.resolve_target(folder)).tokenizer
+    assert tokenizer is not None and tokenizer("a").input_ids[0] == ord("a") + 3
