@@ -21,6 +21,7 @@ from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, format_keys
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
+from eagle_fsd.hub.loading.gguf_positions import scale_positions
 from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quantization, gguf_read_once
 from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
@@ -265,6 +266,8 @@ def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.P
         config = transformers.AutoConfig.from_pretrained(source.folder, **options)
     check_sizes(config.to_dict(), source.name)  # for a .gguf file; check_folder did it for a folder
     check_decoder(config, source.name)
+    if source.gguf_file is not None:
+        scale_positions(config, str(source.folder / source.gguf_file), source.name)
     return config
 
 
@@ -298,8 +301,7 @@ def check_whole(report: dict[str, Any], name: str) -> None:
             f"target {name!r}: {key} is {list(found)} in its files and {list(wanted)} by its config.json: "
             "they must agree; download both again"
         )
-    missing = sorted(report["missing_keys"])
-    if missing:
+    if missing := sorted(report["missing_keys"]):
         lost = f"{len(missing)} weights, such as {missing[0]}"
         raise ValueError(
             f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
@@ -308,8 +310,7 @@ def check_whole(report: dict[str, Any], name: str) -> None:
         logger.warning(
             "target %r: its files hold %s, for which its config.json has no place: they are left out, and "
             "texts may be wrong; check that both are of one model",
-            name,
-            format_keys(left),
+            *(name, format_keys(left)),
         )
 
 

@@ -39,7 +39,7 @@ from eagle_fsd.files.kept_folders import (
 logger = logging.getLogger(__name__)
 
 FOLDER, RECORD = "weights", "source.json"
-VERSION = 1  # of the folders
+VERSION = 2  # of the folders; version 1 lacked scaled positions
 MOST = (
     16 * 2**30
 )  # bytes of all folders together, unless the latest alone has more; the least recently used go

@@ -1,0 +1,94 @@
+"""A .gguf file's scaled positions are those of the model that was made a file of, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tiny_gguf import tiny_weights, write_gguf
+
+from eagle_fsd import hub
+from eagle_fsd.hub.loading.gguf_positions import LLAMA3
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+WEIGHTS = tiny_weights()
+WIDTH = 16  # of a head
+CONFIG: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+LLAMA_3_2 = {**LLAMA3, "factor": 32.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def file_with(path: Path, factors: torch.Tensor | None = None, **fields: Any) -> str:
+    """Write the tiny model with the factors [D/2] of its frequencies and fields of its scaling."""
+
+    class Writer(gguf.GGUFWriter):
+        def write_header_to_file(self, *given: Any) -> None:
+            if factors is not None:
+                self.add_tensor("rope_freqs.weight", factors.numpy())
+            for name, value in fields.items():
+                getattr(self, f"add_rope_scaling_{name}")(value)
+            super().write_header_to_file(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFWriter", Writer)
+        return str(write_gguf(path, WEIGHTS))
+
+
+def llama3_factors() -> torch.Tensor:
+    """Return what llama.cpp writes of Llama 3.2, by its own formula; these are 1, between, and 32."""
+    frequencies = 10000.0 ** -(torch.arange(0, WIDTH, 2) / WIDTH)
+    turns = 8192 * frequencies / (2 * torch.pi)  # in the context of the training
+    smooth = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return 1 / ((1 - smooth) / 32 + smooth)
+
+
+def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(40)[None]).logits
+
+
+@pytest.mark.parametrize(
+    ("scaling", "written"),
+    [
+        (LLAMA_3_2, {"factors": llama3_factors()}),
+        ({"rope_type": "linear", "factor": 8.0}, {"type": gguf.RopeScalingType.LINEAR, "factor": 8.0}),
+        (YARN, {"type": gguf.RopeScalingType.YARN, "factor": 4.0, "orig_ctx_len": 512}),
+        ({"rope_type": "default"}, {"factors": torch.ones(WIDTH // 2)}),
+        ({"rope_type": "default"}, {"type": gguf.RopeScalingType.NONE, "factor": 8.0}),
+    ],
+    ids=["llama3", "linear", "yarn", "ones", "none"],
+)
+def test_a_file_is_the_model_it_was_made_of(
+    scaling: dict[str, Any], written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    config = transformers.LlamaConfig(**CONFIG, rope_parameters={"rope_theta": 10000.0, **scaling})
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.load_state_dict(WEIGHTS)
+    path = file_with(tmp_path / "tiny.gguf", **written)
+    for start in ("converted", "kept"):
+        assert torch.equal(logits(hub.load_target(path)[0]), logits(model)), start
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"factors": torch.full([WIDTH // 2], 8.0)},
+        {"factors": torch.full([3], 8.0)},
+        {"type": gguf.RopeScalingType.LONGROPE, "factor": 4.0},
+        {"type": gguf.RopeScalingType.YARN, "factor": 4.0},
+    ],
+    ids=["other factors", "too few", "longrope", "half of yarn"],
+)
+def test_a_scaling_that_is_not_known_is_refused(written: dict[str, Any], tmp_path: Path) -> None:
+    path = file_with(tmp_path / "tiny.gguf", **written)
+    for load in (hub.load_target, lambda name: hub.load_text(hub.resolve_target(name))):
+        with pytest.raises(ValueError, match=r"scales its positions .*; name the model's folder"):
+            load(path)
