@@ -30,7 +30,7 @@ def cache_folder() -> Path:
     """Return the folder for measurements and converted weights: EAGLE_FSD_CACHE, else in XDG's cache."""
     root = os.environ.get("EAGLE_FSD_CACHE")
     if root:
-        return Path(root)
+        return Path(root).expanduser()  # no shell has seen what a file of settings says
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
 
 

@@ -195,6 +195,15 @@ def test_a_file_that_cannot_be_read_is_not_replaced(monkeypatch: pytest.MonkeyPa
     assert recall("key", list) == [1] and recall("other", list) is None
 
 
+def test_the_folder_may_be_named_by_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EAGLE_FSD_CACHE", "~/kept")
+    remember("key", [1])
+    assert recall("key", list) == [1] and (tmp_path / "kept").is_dir() and not (tmp_path / "~").exists()
+
+
 def test_a_folder_that_cannot_be_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "file"))
