@@ -704,6 +704,8 @@ MISTAKES = {
     "threshold no number": (["--threshold", "much", "x"], "'much'"),
     "price alone": (["--price", "1.5", "x"], "--price without --threshold: nothing is followed then"),
     "divergence alone": (["--divergence", "tv", "x"], "--divergence without --threshold"),
+    "cost alone": (["--threshold", "0.3", "--cost", "kl", "x"], "--cost is kl without a --price above 0: it"),
+    "two biases": (["--logit-bias", "3=1", "--logit-bias", "3=2", "x"], "the token 3 twice"),
     "price at 0": (["--threshold", "0", "--price", "2", "x"], "--price with --threshold 0: nothing is"),
     "unknown divergence": (["--divergence", "kl", "x"], "'kl'"),
     "unknown mode": (["--mode", "loose", "x"], "'loose'"),

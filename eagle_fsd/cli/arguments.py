@@ -79,7 +79,12 @@ def asks_for_auto(args: argparse.Namespace) -> bool:
 
 
 def require_threshold(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag of the rule fuzzy without a threshold, where none can come later."""
+    """Raise ValueError for a flag of the rule fuzzy without what it needs, where that cannot come later."""
+    if args.rule == "fuzzy" and args.cost is not None and not args.price and not asks_for_auto(args):
+        raise ValueError(
+            f"--cost is {args.cost} without a --price above 0: it would have no effect; give a price such as "
+            "1.5, or drop it"
+        )
     if args.rule != "fuzzy" or args.threshold not in (None, 0.0) or args.quality_budget is not None:
         return
     lack = "without --threshold" if args.threshold is None else "with --threshold 0"

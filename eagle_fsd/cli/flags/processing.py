@@ -176,6 +176,9 @@ def check_processing(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in SAME_NAME if name in names}
     Processing.of(**{name: value for name, value in given.items() if value is not None})
     require_words(args.bad_word)
+    tokens = [token for token, _ in args.logit_bias or ()]
+    if twice := [token for token in tokens if tokens.count(token) > 1]:
+        raise ValueError(f"--logit-bias names the token {twice[0]} twice: a token has one bias; give one")
 
 
 def processing_options(args: argparse.Namespace) -> dict[str, Any]:
