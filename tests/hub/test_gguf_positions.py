@@ -11,7 +11,7 @@ import transformers
 from support.tiny_gguf import tiny_weights, write_gguf
 
 from eagle_fsd import hub
-from eagle_fsd.hub.loading.gguf_positions import LLAMA3
+from eagle_fsd.hub.loading.gguf_positions import LLAMA3, scale_positions
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -92,3 +92,14 @@ def test_a_scaling_that_is_not_known_is_refused(written: dict[str, Any], tmp_pat
     for load in (hub.load_target, lambda name: hub.load_text(hub.resolve_target(name))):
         with pytest.raises(ValueError, match=r"scales its positions .*; name the model's folder"):
             load(path)
+
+
+def test_of_gemma_3_only_the_full_layers_are_scaled(tmp_path: Path) -> None:
+    config, kind = transformers.Gemma3TextConfig(), gguf.RopeScalingType.LINEAR
+    scale_positions(config, file_with(tmp_path / "linear.gguf", type=kind, factor=8.0), "gemma")
+    full, windowed = (config.rope_parameters[f"{one}_attention"] for one in ("full", "sliding"))
+    assert (full["rope_type"], full["factor"]) == ("linear", 8.0)
+    assert windowed["rope_type"] == "default" and "factor" not in windowed
+    with pytest.raises(ValueError, match="scales its positions"):
+        factors = file_with(tmp_path / "factors.gguf", llama3_factors())
+        scale_positions(transformers.Gemma3TextConfig(), factors, "gemma")

@@ -57,6 +57,8 @@ def scale_positions(config: transformers.PreTrainedConfig, path: str, name: str)
 
 def is_llama3(config: transformers.PreTrainedConfig, factors: torch.Tensor) -> bool:
     """Return whether a config divides its frequencies by these factors [D/2]."""
+    if "rope_theta" not in config.rope_parameters:  # each kind of layer has its own
+        return False
     found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = config.rope_parameters["rope_theta"] ** -(torch.arange(len(factors)) / len(factors))
     return found.shape == plain.shape and torch.allclose(found * factors, plain, rtol=1e-3, atol=0.0)
