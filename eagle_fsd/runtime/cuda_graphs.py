@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,22 +26,27 @@ def usual_stepper(device: torch.device) -> Stepper:
 def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
     """Return a recorder of CUDA graphs with a stream of its own.
 
-    Its graphs share one memory pool, because they are replayed one after the other. cuda: torch.cuda, or a
-    stand-in for it.
+    Graphs that live together share one memory pool, because they are replayed one after the other. cuda:
+    torch.cuda, or a stand-in for it.
     """
     # torch's own capture stream is shared by the process and belongs to the device that captured first.
-    pool, stream = cuda.graph_pool_handle(), cuda.Stream(device)
+    stream, pool = cuda.Stream(device), None
+    graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def record(work: Callable[[], Any], repeatable: bool) -> tuple[Callable[[], None], Any]:
+        nonlocal pool
         with _one_at_a_time, cuda.device(device), on_stream(cuda, stream, device):
             if repeatable:  # a first run lets libraries set themselves up before the capture begins
                 with refuse_waiting(cuda):
                     work()
             graph = cuda.CUDAGraph()
+            if not graphs:  # torch refuses a pool whose graphs are gone while any of its memory is in use
+                pool = cuda.graph_pool_handle()
             # thread_local: other threads may allocate memory meanwhile without breaking the capture.
             capture = cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with collect_warnings() as given, clean_after_failure(cuda, device, pool), capture:
                 result = work()
+            graphs.add(graph)
         if any("Graph is empty" in text for text in given):
             raise NothingRecorded("the CUDA graph is empty")
         return graph.replay, result

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,16 @@ class Generator:
         self.capturing = state.capturing
 
 
+class Graph:
+    """One graph of torch's. What is known of its capture outlives it."""
+
+    def __init__(self) -> None:
+        self.capture = SimpleNamespace(launches=[], broken=False)
+
+    def replay(self) -> None:
+        pass
+
+
 class Cuda:
     """torch.cuda as far as a recorder needs it. Work calls `launch` and, where it waits, `wait`."""
 
@@ -61,6 +72,7 @@ class Cuda:
         self.capture: SimpleNamespace | None = None
         self.captures: list[SimpleNamespace] = []
         self.allocating: set[object] = set()
+        self.pools: dict[object, list[weakref.ref[Graph]]] = {}  # the graphs of each one with tensors in use
         self.memory = SimpleNamespace(_cuda_endAllocateToPool=self.end_allocating)
         self.lost: Exception | None = None  # says that memory which a capture needs is not there
 
@@ -93,11 +105,14 @@ class Cuda:
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
         self.modes.append(self.mode)
 
-    def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(launches=[], broken=False, replay=lambda: None)
+    CUDAGraph = Graph
 
-    def graph(self, graph: SimpleNamespace, **options: Any) -> Any:
-        return self.capturing(graph, options)
+    def graph(self, graph: Graph, **options: Any) -> Any:
+        known = self.pools.get(options["pool"])
+        if known and not any(one() for one in known):
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        graph.capture.itself = weakref.ref(graph)
+        return self.capturing(graph.capture, options)
 
     @contextlib.contextmanager
     def capturing(self, graph: SimpleNamespace, options: dict[str, Any]) -> Iterator[None]:
@@ -130,7 +145,8 @@ class Cuda:
     def launch(self) -> None:
         if self.capture:
             if self.lost:
-                raise self.lost
+                raise type(self.lost)(*self.lost.args)  # itself would keep the frames that it passes
+            self.pools.setdefault(self.capture.options["pool"], []).append(self.capture.itself)
             self.capture.launches.append(self.current)
 
     def wait(self) -> None:
@@ -160,13 +176,13 @@ def test_work_is_tried_and_captured_beside_the_current_stream() -> None:
     replay, result = record(work, True)
     (graph,) = cuda.captures
     own = graph.options["stream"]
-    assert result == 5 and replay is graph.replay
+    assert result == 5 and replay.__self__.capture is graph
     assert ran == [(own, 1, None), (own, 0, graph)], "tried where waiting shows, then captured"
     assert own.device == DEVICE and own.waited == [cuda.default] and cuda.default.waited == [own]
     assert graph.options["capture_error_mode"] == "thread_local"
     assert cuda.current is cuda.default and cuda.mode == 0
-    record(work, False)
-    assert len(ran) == 3 and cuda.captures[1].options["pool"] is graph.options["pool"]
+    kept = record(work, False)
+    assert kept and len(ran) == 3 and cuda.captures[1].options["pool"] is graph.options["pool"]
 
 
 def test_two_recorders_have_two_streams() -> None:
