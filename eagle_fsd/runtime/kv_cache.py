@@ -180,10 +180,10 @@ class KVCache:
         self._take_limits(rows, other)
         used, index = max(other.row_lengths), on_device(rows, self.device)
         self._make_room(used)
-        for layer, news in other.layers.items():
+        # Layers are new in either cache if all its prompts were single tokens, which no forward has read.
+        for layer, news in {**self.layers, **other.layers}.items():
             index = index.to(news[0].device)
-            # It is new if all prompts here were single tokens, which no forward has read.
-            for buffer, new in zip(self._layer(layer, news), news, strict=True):
+            for buffer, new in zip(self._layer(layer, news), other.layers.get(layer, news), strict=True):
                 buffer[index, :, :used] = new[: len(rows), :, :used]
                 buffer[index, :, used:] = 0  # the text that was there may have left NaN; see `reset`
         self._set_lengths_of(rows, other.row_lengths)

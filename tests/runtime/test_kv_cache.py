@@ -311,6 +311,10 @@ def test_a_text_that_went_wrong_leaves_nothing_to_the_next() -> None:
     filled(cache, 6)
     for buffer in cache.layers[0]:
         buffer[1, :, 2:5] = torch.nan
+    cache.replace([1], KVCache(1, 16, CPU))  # a prompt of one token, which no forward has read
+    assert all(buffer.isfinite().all() for buffer in cache.layers[0])
+    for buffer in cache.layers[0]:
+        buffer[1, :, 2:5] = torch.nan
     cache.reset()
     assert all(buffer.isfinite().all() for buffer in cache.layers[0])
 
