@@ -28,7 +28,7 @@ from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.steps.trees import StepTrees
-from eagle_fsd.decoding.workspace import Workspace, Workspaces
+from eagle_fsd.decoding.workspace import Workspace, Workspaces, ways_to_compute
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -289,7 +289,8 @@ class Scheduler:
         if not self.batch.active:
             if self.budget.limit is None:  # a lone text's memory is for the next one, with what was recorded
                 parts = (self.batch.target, self.batch.drafter, self.batch.accept_step)
-                self._workspaces.give_back(Workspace(*parts, 1, self.drafter))
+                ways = ways_to_compute(self.target, self.drafter)
+                self._workspaces.give_back(Workspace(*parts, 1, self.drafter, ways))
             self.batch = None  # frees its memory otherwise
         elif not (self.waiting or self.reading):
             # A graph is compiled for each number of rows, and others are about to take these places.

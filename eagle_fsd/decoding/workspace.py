@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
@@ -29,13 +31,17 @@ LEAST = 1024  # slots of a workspace that may be reused: most texts fit, so that
 
 @dataclass(frozen=True)
 class Workspace:
-    """The memory of one batch at a time. batch: its number of rows at first. spec: made its drafter."""
+    """The memory of one batch at a time.
+
+    batch: its number of rows at first. spec: made its drafter. ways: see `ways_to_compute`.
+    """
 
     session: TargetSession
     drafter: Drafter
     accept_step: AcceptStep
     batch: int
     spec: DrafterSpec
+    ways: Hashable
 
     @property
     def complete(self) -> bool:
@@ -65,9 +71,25 @@ def make_workspace(
     first = max(min(longest, prompt + AHEAD), least - tree.total_tokens)
     made = spec.make(batch, first, tree)
     session = TargetSession(target, batch, first + tree.total_tokens, made.needs.taps)
-    workspace = Workspace(session, made, accept_step or AcceptStep(target.stepper), batch, spec)
+    parts = (session, made, accept_step or AcceptStep(target.stepper))
+    workspace = Workspace(*parts, batch, spec, ways_to_compute(target, spec))
     workspace.reset(longest, tree)
     return workspace
+
+
+def ways_to_compute(target: TargetModel, spec: DrafterSpec) -> Hashable:
+    """Return what recorded steps hold fast of how texts are computed: autocast, and where the weights are.
+
+    Weights that change in place need no other recordings. Autocast also decides the dtype of the caches. None
+    where nothing is recorded.
+    """
+    if not target.stepper.view:
+        return None
+    device = target.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    modules = [one for one in (target.held, spec.network) if one is not None]
+    weights = (weight for one in modules for weight in (*one.parameters(), *one.buffers()))
+    return autocast, *(weight.data_ptr() for weight in weights)
 
 
 def settle_seed(seed: Seed | None, greedy: bool, ranks: Ranks) -> Seed:
@@ -123,7 +145,8 @@ class Workspaces:
         """
         spec = self.spec_for(tree, drafter)
         spare = self._swap_spare(None)
-        if spare is not None and spare.batch == batch and spare.spec == spec:
+        ways = ways_to_compute(self.target, spec)
+        if spare is not None and (spare.batch, spare.spec, spare.ways) == (batch, spec, ways):
             spare.reset(longest, tree)
             return spare
         del spare  # frees its memory before more is taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 
@@ -182,6 +183,26 @@ def test_a_workspace_is_used_again_after_rows_have_left_it() -> None:
     words = [*first, *(token for chunk in chunks for token in chunk)]
     assert words == plain.generate(prompts_of([5]), max_new_tokens=8, tree=TREE).new_tokens[0]
     assert text([5], max_new_tokens=8, tree=TreeConfig(1)) == [words]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_workspace_is_not_used_for_other_weights_or_under_another_autocast() -> None:
+    """Recorded steps read the weights where they were, in the dtype that autocast had."""
+    source = copy.deepcopy(tiny_model())
+    model = EagleFSD(TargetModel(source, Graphs(OpRecorder())), HEAD)
+    plain = EagleFSD(TargetModel(source), HEAD)
+
+    def require_the_text_of_plain_steps() -> list[list[int]]:
+        made = [one.generate(prompts_of([5]), max_new_tokens=24, tree=TREE) for one in (plain, model, model)]
+        assert made[1].new_tokens == made[2].new_tokens == made[0].new_tokens
+        return made[0].new_tokens
+
+    first = require_the_text_of_plain_steps()
+    with torch.autocast("cpu", torch.bfloat16):
+        require_the_text_of_plain_steps()
+    require_the_text_of_plain_steps()
+    source.load_state_dict(copy.deepcopy(tiny_model(seed=9)).state_dict(), assign=True)
+    assert require_the_text_of_plain_steps() != first
 
 
 @pytest.mark.usefixtures("accelerator")
