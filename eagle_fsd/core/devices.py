@@ -107,6 +107,12 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return not emulates_bfloat16(device)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of products under autocast, which is that of what caches hold; None: it is off."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
 def host_can_read(tensor: Tensor) -> bool:
     """Return whether the host can read a tensor's values without waiting for a device: only on a CPU.
 

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import autocast_dtype
 from eagle_fsd.core.randomness.streams import RowRandom, Seed, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
@@ -80,16 +79,13 @@ def make_workspace(
 def ways_to_compute(target: TargetModel, spec: DrafterSpec) -> Hashable:
     """Return what recorded steps hold fast of how texts are computed: autocast, and where the weights are.
 
-    Weights that change in place need no other recordings. Autocast also decides the dtype of the caches. None
-    where nothing is recorded.
+    Weights that change in place need no other recordings. None where nothing is recorded.
     """
     if not target.stepper.view:
         return None
-    device = target.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     modules = [one for one in (target.held, spec.network) if one is not None]
     weights = (weight for one in modules for weight in (*one.parameters(), *one.buffers()))
-    return autocast, *(weight.data_ptr() for weight in weights)
+    return autocast_dtype(target.device), *(weight.data_ptr() for weight in weights)
 
 
 def settle_seed(seed: Seed | None, greedy: bool, ranks: Ranks) -> Seed:

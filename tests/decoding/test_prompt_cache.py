@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from support.every_drafter import engine, every_drafter
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
@@ -121,6 +122,10 @@ def test_others_do_not_go_on_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
         read.take()
         assert ask(other, START, kept) == wanted and read.take() == len(START) - 1
         monkeypatch.undo()
+    kept.clear()
+    for autocast in (True, False):  # which decides the dtype of keys and values
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert ask(first, START, kept) == ask(first, START, None)
     plain = {"tree": TreeConfig(1)}  # it drafts nothing, so that it keeps nothing for a head
     assert ask(first, START, kept, **plain) == ask(first, START, kept) == ask(first, START, None)
 

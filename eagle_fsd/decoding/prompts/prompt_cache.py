@@ -6,7 +6,10 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import torch
+
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.devices import autocast_dtype
 from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.target.model import TargetModel
@@ -16,8 +19,9 @@ class PromptCache:
     """Kept texts for `GenerationOptions.prompt_cache`, which is an argument of `EagleFSD.generate` as well.
 
     A call with one text goes on from the kept text that its prompt begins most like, and keeps its own when
-    it ends; so does each text of `generate_many`. What is kept is of one target and one way to draft: others
-    that use the cache begin anew. Call `clear` after a change of the weights of target or head in place.
+    it ends; so does each text of `generate_many`. What is kept is of one target, one way to draft and one
+    autocast: others that use the cache begin anew. Call `clear` after a change of the weights of target or
+    head in place.
 
     tokens: how many the kept texts may have together. The least recently used go first. Each takes the
     memory of its keys and values; the models are not kept. Raises ValueError if it is negative.
@@ -31,6 +35,7 @@ class PromptCache:
         # Weak references, mostly: models are not kept for their texts' sake.
         self._target: Callable[[], TargetModel | None] = lambda: None
         self._drafter: Callable[[], DrafterSpec | None] = lambda: None
+        self._autocast: torch.dtype | None = None
         self._texts = PrefixCache(tokens)
 
     def __reduce__(self) -> tuple[type[PromptCache], tuple[int]]:
@@ -44,8 +49,10 @@ class PromptCache:
     def texts_of(self, target: TargetModel, drafter: DrafterSpec) -> PrefixCache:
         """Return the kept texts of these models, and drop those of others."""
         with self._lock:
-            if self._target() is not target or self._drafter() != drafter:
-                self._texts = PrefixCache(self.tokens)
+            autocast = autocast_dtype(target.device)
+            others = self._target() is not target or self._drafter() != drafter
+            if others or self._autocast != autocast:
+                self._texts, self._autocast = PrefixCache(self.tokens), autocast
                 # A spec without weights may be made for one call, and an equal one for the next.
                 self._target, light = weakref.ref(target), drafter.network is None
                 self._drafter = (lambda: drafter) if light else weakref.ref(drafter)
