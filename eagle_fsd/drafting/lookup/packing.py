@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import HEAD, DraftTree, root_only, take_rows
 from eagle_fsd.drafting.lookup.text_memory import GrownTree
 
@@ -98,12 +99,16 @@ def pack_trees(
                     entries.append((row, number, column_of(token), tree.probs[owner, token]))
         columns[row, 1:count] = [column_of(token) for token in tree.tokens[1:]]
     device, drafted = roots.device, vocabulary.drafted
+
+    def moved(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)  # else the host waits for the device
+
     if recorded and drafted is not None:
         fill_up(extra, vocabulary)
     if log_q:
-        table = take_rows(log_q, torch.from_numpy(places).to(device))  # [B, M, W]
+        table = take_rows(log_q, moved(places))  # [B, M, W]
         if bool((kept != 1.0).any()) or recorded:
-            weights = torch.from_numpy(kept).to(device, torch.float32)[:, :, None]
+            weights = moved(kept.astype(np.float32))[:, :, None]
             # Where the head has no part its row may hold anything, NaN too.
             table = torch.where(weights > 0, table + weights.log(), -math.inf)
     else:
@@ -112,18 +117,15 @@ def pack_trees(
     if extra:
         table = torch.constant_pad_nd(table, (0, len(extra)), -math.inf)
         assert drafted is not None
-        drafted = torch.cat((drafted, torch.tensor(list(extra), device=device)))
+        drafted = torch.cat((drafted, on_device(list(extra), device)))
     if entries:
         *at, probs = zip(*entries, strict=True)
-        index = tuple(torch.tensor(one, device=device) for one in at)
-        table[index] = torch.tensor(probs, dtype=table.dtype, device=device).log()
+        index = tuple(on_device(one, device) for one in at)
+        table[index] = moved(np.array(probs, dtype=np.float32)).log()
     if with_rest and drafted is None:  # a row with a rest lists its tokens; see DraftTree
         drafted = torch.arange(vocabulary.width, device=device)
     with np.errstate(divide="ignore"):
         scores, log_rest = np.log(chances), np.log(rest)
-
-    def moved(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
 
     return DraftTree(
         tokens=moved(tokens),

@@ -1,0 +1,197 @@
+"""A GPU on any machine: tensors that say that they are there, and a note of where the host waits for them.
+
+Each holds a tensor on the CPU, on which operations run. As on a GPU, tensors of both devices do not mix, and
+the host waits where it reads a value, or copies without saying that it need not.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from eagle_fsd.core.randomness import streams
+from support.op_recorder import INDEXING, WAITS, tensors, written
+
+GPU = torch.device("cuda", 0)
+MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+MAKES = {torch.tensor, torch.as_tensor}  # copy a list to a device, and wait for it
+
+
+class There(Tensor):
+    """A tensor on the pretended GPU. held: what it holds, on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> There:
+        with torch.inference_mode(False):  # what is held has the rights and duties of its mode
+            made = Tensor._make_wrapper_subclass(cls, held.shape, strides=held.stride(), dtype=held.dtype)
+        made.held = held
+        return made
+
+    device = property(lambda self: GPU)  # torch itself must not look for one
+    is_cuda = property(lambda self: True)
+
+    def __repr__(self) -> str:
+        return f"There({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{op} runs outside the pretended GPU")
+
+
+def held(value: Any) -> Any:
+    return value.held if isinstance(value, There) else value
+
+
+def wrapped(value: Any) -> Any:
+    return There(value) if isinstance(value, Tensor) else value
+
+
+def is_there(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class PretendedGPU(TorchDispatchMode):
+    """Runs operations on tensors that are There. waits: by whom the host was made to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.recording = False
+
+    def wait(self, name: str) -> None:
+        mine = [one for one in traceback.extract_stack() if "/eagle_fsd/" in one.filename]
+        place = f"{mine[-1].filename.rpartition('/eagle_fsd/')[2]}:{mine[-1].name}" if mine else "a test"
+        if self.recording:
+            raise RuntimeError(f"{place} waits for the device within a recording ({name})")
+        self.waits.append(f"{place} ({name})")
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), op._schema.name
+        given = tensors((args, kwargs))
+        here = [one for one in given if not isinstance(one, There)]
+        there = len(here) < len(given)
+        asked = kwargs.get("device")
+        goes = is_there(asked) or (there and asked is None)
+        if name in ("aten::_to_copy", "aten::copy_"):
+            source = args[1] if name == "aten::copy_" else args[0]
+            goes = isinstance(args[0], There) if name == "aten::copy_" else goes
+            asks_to_wait = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            if goes != isinstance(source, There) and (asks_to_wait or not goes):
+                self.wait(f"copies {tuple(source.shape)}")
+        elif there:
+            index = tensors(args[1]) if name in INDEXING else []
+            if any(one.ndim and all(one is not other for other in index) for one in here):
+                raise RuntimeError(f"{name}: tensors are on both devices")
+            # A list among indices becomes a tensor on the CPU, and a mask a list of places.
+            masked = any(one.dtype == torch.bool or not isinstance(one, There) for one in index)
+            if masked or (name not in INDEXING and (WAITS & set(op.tags) or name == "aten::equal")):
+                self.wait(name)
+        if is_there(asked):
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        made = op(*tree_map(held, args), **tree_map(held, kwargs))
+        if not (goes or any(is_there(one.device) for one in written(op, args, kwargs))):
+            return made
+        known = {id(one.held): one for one in given if isinstance(one, There)}
+        return tree_map(lambda one: known[id(one)] if id(one) in known else wrapped(one), made)
+
+
+class Again:
+    """A Recorder that does the work again instead of a replay, and refuses work that waits for the device."""
+
+    def __init__(self, gpu: PretendedGPU) -> None:
+        self.gpu = gpu
+
+    def __call__(self, work: Callable[[], Any], repeatable: bool) -> tuple[Callable[[], None], Any]:
+        def run() -> Any:
+            self.gpu.recording = True
+            try:
+                return work()
+            finally:
+                self.gpu.recording = False
+
+        return run, run() if repeatable else None
+
+
+class Calls(TorchFunctionMode):
+    """What torch does with a GPU before any operation: reads lists, and chooses an attention."""
+
+    def __init__(self, gpu: PretendedGPU) -> None:
+        self.gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in MAKES and is_there(kwargs.get("device")):
+            del kwargs["device"]
+            self.gpu.wait(func.__name__)
+            return There(func(*args, **kwargs))
+        if func in MOVES and (one := self.moved(func, args, kwargs)) is not None:
+            return one
+        if func is Tensor.data_ptr and isinstance(args[0], There):
+            return args[0].held.data_ptr()
+        if func is Tensor.tolist and isinstance(args[0], There):
+            self.gpu.wait("tolist")
+            return args[0].held.tolist()
+        if func is Tensor.numpy and isinstance(args[0], There):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is F.scaled_dot_product_attention and isinstance(args[0], There):
+            given = [one for one in tensors((args, kwargs)) if not isinstance(one, There)]
+            assert not given, "attention has tensors on both devices"
+            return There(func(*map(held, args), **{name: held(one) for name, one in kwargs.items()}))
+        return func(*args, **kwargs)
+
+    def moved(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Return what `to` returns where the device decides; None: torch may do it."""
+        tensor, *rest = args
+        wanted = [*rest, *kwargs.values()]
+        devices = [one.device if isinstance(one, Tensor) else one for one in wanted]
+        devices = [one for one in devices if isinstance(one, str | torch.device)]
+        dtypes = [one.dtype if isinstance(one, Tensor) else one for one in wanted]
+        dtype = next((one for one in dtypes if isinstance(one, torch.dtype)), tensor.dtype)
+        there = isinstance(tensor, There)
+        goes = is_there(devices[0]) if devices else there if func is Tensor.to else func is Tensor.cuda
+        if goes == there:
+            return tensor if dtype == tensor.dtype else tensor.type(dtype) if not there else None
+        if there or not kwargs.get("non_blocking"):
+            self.gpu.wait(f"copies {tuple(tensor.shape)}")
+        return There(tensor.to(dtype, copy=True)) if goes else tensor.held.to(dtype, copy=True)
+
+
+@contextmanager
+def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
+    """Let torch have a GPU inside the block."""
+    gpu, noise_on = PretendedGPU(), streams.noise_on
+    patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    # The CPU has no generator of a GPU.
+    patch.setattr(streams, "noise_on", lambda device, *rest: There(noise_on(torch.device("cpu"), *rest)))
+    with gpu, Calls(gpu):
+        yield gpu
+
+
+def moved_there(module: nn.Module) -> nn.Module:
+    """Move a module's weights to the pretended GPU."""
+    known: dict[int, Any] = {}
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                new = known.setdefault(id(weight), nn.Parameter(There(weight.data), requires_grad=False))
+                part._parameters[name] = new
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = There(buffer)
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor):
+                vars(part)[name] = There(value)
+    return module
