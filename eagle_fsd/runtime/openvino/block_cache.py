@@ -174,6 +174,7 @@ class BlockCache(KVCache):
     def _close_ranks(self, rows: Sequence[int]) -> None:
         """Keep these rows, in order, in the memory of all: new memory takes longer to get than to fill."""
         used = -(-max(self.row_lengths) // self.block)
+        self._begin_to_move()
         for size, store in self.stores.items():
             members, blocks, before, heads, _, width = store.shape
             memory = store.view(members, blocks * before, heads, self.block, width)

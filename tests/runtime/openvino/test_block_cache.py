@@ -349,3 +349,21 @@ def test_memory_that_ends_while_blocks_move_leaves_nothing_to_go_on_from(
     with pytest.raises(MemoryError):
         cache.grow(4 * BLOCK)
     assert cache.rows == 0 and cache.buffers is not buffers  # a workspace of two rows is not used again
+
+
+def test_an_interrupt_while_rows_close_ranks_leaves_nothing_to_go_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above: blocks of one size have fewer rows by then than those of another."""
+    cache = BlockCache(2, BLOCK, LAYOUTS["mixed"])
+    buffers, unflatten, left = cache.buffers, Tensor.unflatten, iter([True])
+
+    def unflatten_once(self: Tensor, *sizes: object) -> Tensor:
+        if not next(left, False):
+            raise KeyboardInterrupt
+        return unflatten(self, *sizes)
+
+    monkeypatch.setattr(Tensor, "unflatten", unflatten_once)
+    with pytest.raises(KeyboardInterrupt):
+        cache.select([1])
+    assert cache.rows == 0 and cache.buffers is not buffers
