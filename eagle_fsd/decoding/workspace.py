@@ -44,8 +44,9 @@ class Workspace:
 
     @property
     def complete(self) -> bool:
-        """Whether all its rows still have memory: a cache that grows keeps only the remaining rows."""
-        return self.session.cache.rows == self.drafter.rows == self.batch
+        """Whether just its rows have memory: a cache that grows keeps only the remaining ones."""
+        cache = self.session.cache
+        return cache.rows == self.drafter.rows == self.batch and cache.tight
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         """Forget the texts. longest: the most tokens that one of the next texts may have."""

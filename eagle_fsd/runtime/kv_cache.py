@@ -59,6 +59,11 @@ class KVCache:
         return sum(buffer.nbytes for layer in self.layers.values() for buffer in layer)
 
     @property
+    def tight(self) -> bool:
+        """Whether no memory is held for rows that have left and cannot come back."""
+        return True
+
+    @property
     def widest(self) -> int:
         """How many tokens of each row a forward over prompts had best read at most."""
         return forward_size(WIDEST, self.device, len(self.row_lengths))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.workspace import AHEAD, LEAST, Workspace, Workspaces
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
+from eagle_fsd.runtime.openvino.block_cache import BlockCache
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 
@@ -220,6 +223,17 @@ def test_a_workspace_that_grew_for_some_of_its_rows_is_not_kept(monkeypatch: pyt
     cut = model.generate(ids, mask, max_new_tokens=60, eos_token_id=ends, **options).new_tokens
     assert len(cut[0]) < 5 and cut[1] == first[1]
     assert model._workspaces.spare is None
+
+
+def test_a_lone_text_does_not_keep_the_memory_of_those_that_were_beside_it() -> None:
+    """Blocks of rows close ranks within the memory of all: a server that is idle must not hold it."""
+    spaces = Workspaces(TargetModel(tiny_model(), FixedShapes()))
+    for rows in (4, 1):
+        cache = BlockCache(rows, 256, [(2, 3)] * 2)
+        cache.select([rows - 1])
+        session, drafter = SimpleNamespace(cache=cache), SimpleNamespace(rows=cache.rows)
+        spaces.give_back(Workspace(session, drafter, None, 1, spaces.plain, None))
+        assert (spaces.spare is None) == (rows == 4)
 
 
 def test_graphs_are_expected_for_trees_and_for_steps_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,10 @@ class BlockCache(KVCache):
     def nbytes(self) -> int:
         return sum(store.untyped_storage().nbytes() for store in self.stores.values())
 
+    @property
+    def tight(self) -> bool:
+        return self.nbytes == sum(store.nbytes for store in self.stores.values())
+
     def blocks(self, count: int) -> list[Tensor]:
         """Return every member's first blocks, [count, rows, H, block, D], in the buffers' own memory."""
         places = dict.fromkeys(self.sizes, 0)
