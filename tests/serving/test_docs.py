@@ -27,6 +27,7 @@ from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.errors import Code
 from eagle_fsd.serving.requests.completions import ChatRequest, CompletionRequest
+from eagle_fsd.serving.requests.responses import ResponsesRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 SHELL = "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", " ").splitlines()
@@ -63,7 +64,8 @@ def test_the_requests_are_answered() -> None:
 
 
 def test_the_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 2
     with running(settings(name="smollm2-135m")) as (url, _):
         there = openai.OpenAI
 
@@ -72,12 +74,14 @@ def test_the_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             return there(base_url=f"{url}/v1", **options)
 
         monkeypatch.setattr(openai, "OpenAI", here)
-        exec(compile(block, "serve.md", "exec"), {})
-    assert re.search(r"^\d\.\d+ \d+$", capsys.readouterr().out, re.MULTILINE)
+        exec(compile("".join(blocks), "serve.md", "exec"), {})
+    figures, text = re.search(r"^\d\.\d+ \d+\n(.*)", capsys.readouterr().out, re.MULTILINE).group(0, 1)
+    assert figures and text
 
 
 def test_every_field_and_route_and_limit_is_described() -> None:
-    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest)
+    fields = {name for kind in kinds for name in kind.model_fields}
     limits = r'"(--max-[a-z-]+|--request-timeout|--cors-origin)"'
     flags = set(re.findall(limits, Path(server.__file__).read_text()))
     assert len(flags) == 6
