@@ -1,7 +1,8 @@
-"""Other clients of OpenAI's API against a real server: langchain-openai, and the program llm."""
+"""Other clients of OpenAI's API against a real server: langchain-openai, openai-agents, the program llm."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,10 +17,12 @@ WITHOUT = 'the server and its test need extras: pip install "eagle-fsd[dev]"'
 for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(needed, reason=WITHOUT)
 
+from support.schema_engine import as_call, schema_engine, writes
 from support.serving import running, settings
 from support.tiny_engine import CHAT, NAME, chat_ids, text_alone
 
 from eagle_fsd import Fuzzy
+from eagle_fsd.serving.choices import Defaults
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,47 @@ def test_langchain_asks_streams_stops_and_passes_a_threshold(url: str) -> None:
     assert answer.content == wanted
     assert len(answer.response_metadata["logprobs"]["content"]) == 20
     assert [one.content for one in chat.batch([messages] * 3)] == [expected] * 3
+
+
+def test_langchain_gets_responses_as_it_gets_chats(url: str) -> None:
+    expected = text_alone(chat_ids(), max_new_tokens=20)
+    messages = [(one["role"], one["content"]) for one in CHAT]
+    chat, newer = (chat_of(url, max_tokens=20, use_responses_api=newer) for newer in (False, True))
+    answer = newer.invoke(messages)
+    assert answer.text == expected and answer.usage_metadata["output_tokens"] == 20
+    assert "".join(chunk.text for chunk in newer.stream(messages)) == expected
+    turns = [*messages, answer, ("user", "And?")]
+    assert newer.invoke(turns).text == chat.invoke([*messages, ("assistant", expected), turns[-1]]).content
+
+
+def test_openais_agents_call_functions_and_go_on() -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    openai = pytest.importorskip("openai")
+    written, called = f"Wait.\n{as_call('pick', {'n': 1})}", []
+
+    def pick(n: int) -> str:
+        """Pick a number."""
+        called.append(n)
+        return "done"
+
+    async def events(url: str) -> list[str]:
+        client = openai.AsyncOpenAI(base_url=url, api_key="none")
+        model = agents.OpenAIResponsesModel(NAME, client)
+        agent = agents.Agent(
+            name="A", instructions="Be short.", tools=[agents.function_tool(pick)], model=model
+        )
+        run = agents.Runner.run_streamed(agent, "Pick.", max_turns=2)
+        with pytest.raises(agents.exceptions.MaxTurnsExceeded):  # it writes the same in every turn
+            async for _ in run.stream_events():
+                pass
+        return [item.type for item in run.new_items]
+
+    agents.set_tracing_disabled(True)
+    configured = settings(defaults=Defaults(processing=writes(written)))
+    with running(configured, schema_engine()) as (url, _):
+        found = asyncio.run(events(f"{url}/v1"))
+    assert found == ["message_output_item", "tool_call_item", "tool_call_output_item"] * 2
+    assert called == [1, 1]
 
 
 def test_langchain_raises_the_servers_errors(url: str) -> None:
