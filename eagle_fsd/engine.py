@@ -274,7 +274,7 @@ class EagleFSD:
         return self.settler.calibration(sampling)
 
     def identity(self) -> dict[str, Any]:
-        """Return a fingerprint of this target and head; this reads all of the head's weights."""
+        """Return a fingerprint of this target and head. The first call reads all of the head's weights."""
         return self.settler.identity()
 
     def draft_with(self, weights: Mapping[str, Tensor]) -> None:

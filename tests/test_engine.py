@@ -35,6 +35,8 @@ from support.tiny_models import (
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.randomness.streams import fresh_seed
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.files import fingerprints
 from eagle_fsd.files.kept_folders import OFF
 from eagle_fsd.hub import save_head
 from eagle_fsd.runtime.matmul_backends import backend_for
@@ -1004,3 +1006,28 @@ def test_from_pretrained_refuses_a_head_that_does_not_fit(tmp_path: Any) -> None
         with pytest.raises(ValueError, match=name) as caught:
             EagleFSD.from_pretrained(str(tmp_path / "target"), str(tmp_path / name), device="cpu")
         assert "\n" not in str(caught.value)
+
+
+def test_the_identity_is_read_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quality budget asks for it in every call, and reading a large head takes seconds."""
+    model = EagleFSD(TargetModel(tiny_model()), tiny_head(4))
+    read, digest = [], fingerprints.digest_weights
+    monkeypatch.setattr(fingerprints, "digest_weights", lambda weights: read.append(1) or digest(weights))
+    monkeypatch.setattr(eagle_drafter, "digest_weights", fingerprints.digest_weights)
+    first = model.identity()
+    once = len(read)
+    model.generate([[1, 2, 3]], max_new_tokens=4)
+    assert model.identity() == first and len(read) == once > 0
+    model.identity()["head"] = "changed by its reader"
+    assert model.identity() == first
+    assert model.head is not None
+    with torch.no_grad():
+        next(model.head.parameters()).mul_(2)
+    changed = model.identity()
+    assert changed["head"] != first["head"] and changed["target"] == first["target"]
+    target = model.target.model
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight * 2)
+    assert model.identity()["target"] != first["target"]
+    with torch.no_grad():
+        next(model.head.parameters()).div_(2)
+    assert model.identity()["head"] == first["head"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeC
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.decoding.request import Prompts, Request, end_token_ids
 from eagle_fsd.drafting.drafter import DrafterSpec
-from eagle_fsd.files.fingerprints import models_identity
+from eagle_fsd.files.fingerprints import models_identity, state_of
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode_as_trained
 from eagle_fsd.text.grammar import compile_form
@@ -72,7 +73,7 @@ class Settler:
         self.target, self.drafter, self.name = target, drafter, name
         self.tokenizer, self.folder = tokenizer, folder
         self._chooser: TreeChooser | None = None
-        self._identity: dict[str, Any] | None = None
+        self._identity: tuple[Any, dict[str, Any]] | None = None  # and the state of the weights then
         self._choosing = threading.Lock()  # concurrent measurements would slow each other down
 
     def draft_with(self, drafter: DrafterSpec) -> None:
@@ -220,16 +221,16 @@ class Settler:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return a fingerprint of this target and drafter; this reads all of the drafter's weights.
+        """Return a fingerprint of this target and drafter. The first call reads all of the drafter's weights.
 
-        If the target is split among ranks, all must call this the first time, and the answer is kept.
+        The others do so after a change of weights. If the target is split among ranks, all must call this
+        the first time, and its answer is kept.
         """
-        if self._identity is not None:
-            return self._identity
-        found = models_identity(self.target.identity(self.name), self.drafter)
-        if self.target.ranks.several:
-            self._identity = found
-        return found
+        network = None if self.drafter is None else self.drafter.network
+        state = None if self.target.ranks.several else state_of((self.target.held, network))
+        if self._identity is None or self._identity[0] != state:
+            self._identity = state, models_identity(self.target.identity(self.name), self.drafter)
+        return copy.deepcopy(self._identity[1])
 
     def require_rule(self, rule: object) -> None:
         """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""

@@ -73,6 +73,16 @@ def models_identity(target: dict[str, str], drafter: Identified | None) -> dict[
     }
 
 
+def state_of(modules: Iterable[nn.Module | None]) -> tuple[tuple[int, int], ...]:
+    """Return where the weights of modules are, and how often each was changed in place, without reading them.
+
+    A change through `.data` does not count, and none counts of weights that were made in inference mode.
+    """
+    present = (module for module in modules if module is not None)
+    weights = (weight for module in present for weight in (*module.parameters(), *module.buffers()))
+    return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights)
+
+
 def digest_weights(tensors: Iterable[Tensor]) -> str:
     """Return a digest of weights that is the same for float32 and for bfloat16."""
     return digest_tensors(one.bfloat16() if one.is_floating_point() else one for one in tensors)
