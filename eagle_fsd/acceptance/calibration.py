@@ -11,8 +11,8 @@ another kind. Under a colder sampling it moves less as a rule, so that a samplin
 the thresholds of the next warmer one. Greedy text does not: a token of it that changes counts whole, which
 may be more than sampled text was measured to move. And it belongs to a tree. The larger a tree is, the more a
 plan moves, which looks for paths that are worth it, and the less a rule without a plan does, which is asked
-where no child was drawn. So a plan holds for trees up to the measured one that leave out no fewer unlikely
-nodes, by their min_confidence, and a rule without from there on.
+where no child was drawn. So a plan holds for trees up to the measured one, and a rule without from there on.
+Either moves more where as many nodes leave out fewer that are unlikely, by their min_confidence.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class CalibratedThreshold:
         """Return whether it moves about as much with a tree as with the one that was measured, or less."""
         if self.price:
             return plan_holds(measured, tree)
+        if tree.total_tokens == measured.total_tokens and tree.min_confidence < measured.min_confidence:
+            return False
         more = tree.total_tokens > measured.total_tokens and tree.top_k >= measured.top_k
         return tree.holds(measured) or more
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_fsd.core.checks import one_line
@@ -38,6 +40,12 @@ PROCESSING_DEFAULTS = {
 }
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
+
+
+@functools.cache
+def cache_argument(decoder: type[nn.Module]) -> str:
+    """Return what a decoder's forward calls its cache, which transformers renamed in 5.24."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 @dataclass(frozen=True)

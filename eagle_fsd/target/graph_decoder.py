@@ -26,7 +26,7 @@ from eagle_fsd.runtime.openvino.kept.graph_store import NoRoom
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
-from eagle_fsd.target.architecture import FULL
+from eagle_fsd.target.architecture import FULL, cache_argument
 from eagle_fsd.target.hf_attention import is_known_code, private_copy, use_attention
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import KeptGraphs
@@ -258,7 +258,7 @@ def trace_graphs(
             "inputs_embeds": inputs[0],
             "position_ids": inputs[1],
             "attention_mask": dict(zip(kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
-            "past_key_values": cache,
+            cache_argument(type(decoder)): cache,
             "use_cache": True,
         }
         token = _tracing.set(cache)

@@ -30,6 +30,7 @@ from eagle_fsd.target.admission import (
 from eagle_fsd.target.architecture import (
     FULL,
     SLIDING,
+    cache_argument,
     check_model,
     end_tokens,
     ignored_defaults,
@@ -322,7 +323,7 @@ class TargetModel:
             "input_ids": tokens.to(self.input_device),
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "position_ids": positions,
-            "past_key_values": cache,
+            cache_argument(type(self.decoder)): cache,
             "use_cache": True,
             **plan,
         }

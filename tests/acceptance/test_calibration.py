@@ -483,6 +483,10 @@ def test_a_budget_holds_for_the_tree_of_the_text(
         assert rule_with(replace(TREE, min_confidence=least), sure) == plan
         assert (warned not in caplog.text) == holds, "with a lower confidence a tree has more nodes"
     assert rule_with(TREE, sure, found) == rule and warned not in caplog.text
+    sure = replace(found, tree=replace(TREE, min_confidence=0.1))
+    for tree, holds in ((sure.tree, True), (TREE, False), (replace(TREE, total_tokens=9), True)):
+        assert rule_with(tree, sure) == rule
+        assert (warned not in caplog.text) == holds, "more nodes make up for a lower confidence"
     faster = plans_of(found, 2.0, shared_ratio=99.0)  # lossless text is, and changes with no tree
     assert rule_with(TreeConfig(30, 5, 4), faster) == Lossless() and warned not in caplog.text
 

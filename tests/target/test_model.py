@@ -31,7 +31,7 @@ from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
 from eagle_fsd.target import model as target_module
 from eagle_fsd.target.admission import difference_of_logits
-from eagle_fsd.target.architecture import check_supported, longest_text
+from eagle_fsd.target.architecture import cache_argument, check_supported, longest_text
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -420,7 +420,7 @@ def test_a_model_that_ignores_masks_or_positions_is_refused(
     forward = model.model.forward
 
     def ignoring(*args: Any, **kwargs: Any) -> Any:
-        cached = kwargs.get("past_key_values")
+        cached = kwargs.get(cache_argument(type(model.model)))
         if cached is not None and lost == "position_ids":
             kwargs["position_ids"] = cached.slots
         elif cached is not None:
@@ -468,7 +468,7 @@ def test_large_numbers_in_the_logits_hide_no_mistake(
     forward = model.model.forward
 
     def leaking(*args: Any, **kwargs: Any) -> Any:
-        cached = kwargs.get("past_key_values")
+        cached = kwargs.get(cache_argument(type(model.model)))
         if cached is not None:
             seen = torch.arange(cached.view) <= cached.slots[:, :, None]
             kwargs["attention_mask"] = additive(seen, dtype)

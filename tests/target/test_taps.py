@@ -17,6 +17,7 @@ from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.target import admission
+from eagle_fsd.target.architecture import cache_argument
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -240,12 +241,12 @@ def test_layers_whose_states_are_not_in_hidden_states_are_refused(monkeypatch: p
     """A model that changes states between its layers, so that a tap is not what its trainer saw."""
     model = deep_model()
     layer = model.model.layers[2]
-    plain = type(layer).forward
+    plain, cache = type(layer).forward, cache_argument(type(layer))
     target = TargetModel(model)
 
     def shifted(self: torch.nn.Module, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         out = plain(self, hidden, *args, **kwargs)
-        return out + 5.0 if kwargs.get("past_key_values") is not None else out
+        return out + 5.0 if kwargs.get(cache) is not None else out
 
     monkeypatch.setattr(type(layer), "forward", shifted)
     with pytest.raises(ValueError, match="differ from its plain forward's"):

@@ -10,6 +10,7 @@ import locale
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,8 +123,11 @@ def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any
     level, filters, handlers = root.level, root.filters[:], root.handlers[:]
     try:
         once = {"check_trace": False}
-        decoder = TorchScriptPythonDecoder(network, example_input=examples, trace_kwargs=once)
-        return ov.convert_model(decoder, extension=list(extensions) or None)
+        with warnings.catch_warnings():
+            # Users cannot change how the converter traces, which torch 2.14 says is out of date.
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.jit")
+            decoder = TorchScriptPythonDecoder(network, example_input=examples, trace_kwargs=once)
+            return ov.convert_model(decoder, extension=list(extensions) or None)
     finally:
         root.setLevel(level)
         root.filters[:], root.handlers[:] = filters, handlers
