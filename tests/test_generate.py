@@ -329,6 +329,7 @@ def test_json_is_one_object_with_the_contract_keys(
         "fuzzy_accepts": 0,
         "accept_histogram": [0, 1, 0, 1],
         "sources": {"target": 2, "head": 2, "suffix": 0, "recycled": 0},
+        "reused_tokens": 0,
         "seconds": 1.0,
         "prefill_seconds": 0.0,
         "draft_seconds": 0.0,
