@@ -211,6 +211,12 @@ def length_of_beginning(tag: str, text: str) -> int:
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
+def text_and_calls(parts: Sequence[str | Call]) -> tuple[str, list[Call]]:
+    """Return all text of an answer's parts, and its calls."""
+    calls = [part for part in parts if isinstance(part, Call)]
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
 class CallReader:
     """Takes calls out of an answer as its text arrives.
 
@@ -226,33 +232,33 @@ class CallReader:
         self._sought = 0  # closing tags before it are inside a string
         self._after_call = False  # and no text since
 
-    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
-        """Take more text; return what of it is text, and the calls that are complete.
+    def add(self, text: str, last: bool = False, cut: bool = False) -> list[str | Call]:
+        """Take more text; return what of it is text, and the calls that are complete, in their order.
 
         last: no more comes. cut: since a limit or a stop string ended it, perhaps inside a call.
         """
         self._held += text
-        shown, before = "", len(self.calls)
+        found: list[str | Call] = []
         while self.tagged:
             start = self._held.find(OPEN)
             if start < 0:
                 break
-            shown += self._between(self._held[:start])
+            found.append(self._between(self._held[:start]))
             self._held = self._held[start:]
             end = self._end_of_call(whole=last and not cut)
             if end < 0:
                 break
             whole, self._held, self._sought = self._held[:end], self._held[end:], 0
-            shown += self._take(whole, whole.removeprefix(OPEN).removesuffix(CLOSE))
+            found.append(self._take(whole, whole.removeprefix(OPEN).removesuffix(CLOSE)))
         if last:
             rest, self._held = self._held, ""
-            shown += self._take_rest(rest, cut)
+            found.append(self._take_rest(rest, cut))
         elif self.tagged and not self._held.startswith(OPEN):
             kept = self._length_to_hold()
             ready = self._held[: len(self._held) - kept]
             self._held = self._held[len(ready) :]
-            shown += self._between(ready)
-        return shown, self.calls[before:]
+            found.append(self._between(ready))
+        return [one for one in found if one]
 
     def _end_of_call(self, whole: bool) -> int:
         """Return where the call ends with which the held text begins; -1: not yet.
@@ -271,18 +277,19 @@ class CallReader:
         first = self._held.find(CLOSE) if whole else -1
         return first + len(CLOSE) if first >= 0 else -1
 
-    def _take(self, whole: str, inner: str) -> str:
-        """Note a call; return the text that it is if it is none."""
+    def _take(self, whole: str, inner: str) -> str | Call:
+        """Note a call and return it; if it is none, return it as text, and if it is one too many, no text."""
         call = read_call(inner, self.names)
         self._after_call = call is not None
         if call is None:
             return whole
-        if self.several or not self.calls:
-            self.calls.append(call)
-        return ""
+        if self.calls and not self.several:
+            return ""
+        self.calls.append(call)
+        return call
 
-    def _take_rest(self, rest: str, cut: bool) -> str:
-        """Return what is text of an answer's end, in which no call is complete with its tags.
+    def _take_rest(self, rest: str, cut: bool) -> str | Call:
+        """Return what an answer's end is, in which no call is complete with its tags: text, or one call.
 
         A call that was cut off is neither text nor a call: its markup is not for readers, and arguments that
         lack their end are not for programs. Only its closing tag may be missing.

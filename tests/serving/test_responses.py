@@ -38,6 +38,7 @@ SCRIPTS = {
     "text": "Just text.",
     "a call": as_call("pick", {"n": 1}),
     "text and calls": f"{SAID}\n{as_call('pick', {'n': 1})}\n{as_call('now', {})}",
+    "text after a call": f"{SAID}\n{as_call('pick', {'n': 1})}\nSo.\n{as_call('now', {})}\nDone.",
     "half a call": f'{SAID}\n<tool_call>\n{{"name": "now"',
 }
 
@@ -313,7 +314,13 @@ def test_calls_in_a_row_are_of_the_message_before_them() -> None:
 def test_text_and_calls_are_items_in_their_order(name: str) -> None:
     """Wherever the limit cuts them, they are what a chat's answer has."""
     written = SCRIPTS[name]
-    kinds = {"text": ["message"], "a call": ["function_call"], "half a call": ["message"]}
+    kinds = {
+        "text": ["message"],
+        "a call": ["function_call"],
+        "text and calls": ["message", "function_call", "function_call"],
+        "text after a call": ["message", "function_call", "message", "function_call", "message"],
+        "half a call": ["message"],
+    }
     limits = [300, 3, 30, 100] if name == "text and calls" else [300]
     functions = [{key: value for key, value in one.items() if key != "type"} for one in TOOLS]
     with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
@@ -336,8 +343,7 @@ def test_text_and_calls_are_items_in_their_order(name: str) -> None:
             assert calls == [(one.function.name, one.function.arguments) for one in wanted]
             assert whole.status == ("incomplete" if choice.finish_reason == "length" else "completed")
             if limit == limits[0]:
-                found = [item.type for item in whole.output]
-                assert found == kinds.get(name, ["message", "function_call", "function_call"])
+                assert [item.type for item in whole.output] == kinds[name]
 
 
 # -- what is refused ----------------------------------------

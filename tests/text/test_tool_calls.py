@@ -20,6 +20,7 @@ from eagle_fsd.text.tool_calls import (
     call_text,
     describe_functions,
     read_call,
+    text_and_calls,
 )
 
 A, B = call_text("a", {"x": "</b> \n"}), call_text("b", {})
@@ -47,21 +48,26 @@ def test_a_reader_finds_the_same_in_any_pieces(name: str) -> None:
         draw, reader, shown, found, rest = random.Random(seed), CallReader(["a", "b"], True), "", [], text
         while rest:
             size = draw.choice([1, 2, 5, len(text)])
-            more, new = reader.add(rest[:size])
+            more, new = text_and_calls(reader.add(rest[:size]))
             shown, found, rest = shown + more, found + new, rest[size:]
             assert content.startswith(shown)
-        more, new = reader.add("", last=True)
+        more, new = text_and_calls(reader.add("", last=True))
         assert (shown + more, found + new) == (content, calls) and reader.calls == calls
     reader = CallReader(["a", "b"], True, several=False)
-    assert reader.add(text, last=True)[1] == calls[:1]
+    assert text_and_calls(reader.add(text, last=True))[1] == calls[:1]
+
+
+def test_text_and_calls_come_in_their_order() -> None:
+    found = CallReader(["a", "b"], True).add(TEXTS["text around"][0], last=True)
+    assert found == ["one ", CALLS[0], " two ", CALLS[1], " three\n"]
 
 
 def test_a_bare_call_is_a_whole_answer() -> None:
     whole = '{"name": "a", "parameters": {"x": [1, {}]}}'
     reader = CallReader(["a"], tagged=False)
-    assert [reader.add(part) for part in (whole[:9], whole[9:])] == [("", []), ("", [])]
-    assert reader.add("", last=True) == ("", [Call("a", '{"x": [1, {}]}')])
-    assert CallReader(["b"], tagged=False).add(whole, last=True) == (whole, [])
+    assert [reader.add(part) for part in (whole[:9], whole[9:])] == [[], []]
+    assert reader.add("", last=True) == [Call("a", '{"x": [1, {}]}')]
+    assert CallReader(["b"], tagged=False).add(whole, last=True) == [whole]
     for wrong in ("", "[1]", '"a"', '{"name": "a", "arguments": "x"}', "{"):
         assert read_call(wrong, ["a"]) is None
 
@@ -77,11 +83,11 @@ def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: b
         for size in (1, 7, len(whole)):
             reader = CallReader(["a"], tagged, free=free)
             parts = [whole[start : min(start + size, end)] for start in range(0, end, size)] or [""]
-            found = [reader.add(part) for part in parts] + [reader.add("", last=True, cut=True)]
-            calls = [call for _, new in found for call in new]
+            found = [one for part in parts for one in reader.add(part)] + reader.add("", last=True, cut=True)
+            shown, calls = text_and_calls(found)
             complete = end >= whole.index("}}}") + 3
             if tagged or not free:  # bare calls are forced
-                assert "".join(text for text, _ in found) == ""
+                assert shown == ""
             assert calls == ([Call("a", '{"x": {"y": "</tool_call>}"}}')] if complete else [])
 
 
@@ -96,8 +102,9 @@ def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: b
     ],
 )
 def test_text_that_is_cut_off_stays_text_if_it_begins_no_call(text: str) -> None:
-    assert CallReader(["a"], True).add(text, last=True, cut=True) == (text, [])
-    assert CallReader(["a"], True).add(f"{A}so {text}", last=True, cut=True) == (f"so {text}", CALLS[:1])
+    assert text_and_calls(CallReader(["a"], True).add(text, last=True, cut=True)) == (text, [])
+    found = CallReader(["a"], True).add(f"{A}so {text}", last=True, cut=True)
+    assert text_and_calls(found) == (f"so {text}", CALLS[:1])
 
 
 BARE = TOOL_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")

@@ -80,11 +80,11 @@ class Answer(ABC):
         """Return all that has happened to a text."""
         return News(merged(self.pieces[place]), self.logprobs[place], self.reasons[place])
 
-    def read(self, place: int, news: News) -> tuple[str, list[Call]]:
-        """Return what a text's news say: text, and the function calls that are complete with them."""
+    def read(self, place: int, news: News) -> list[str | Call]:
+        """Return what a text's news say: text, and the function calls that are complete, in their order."""
         text = "".join(piece.text for piece in news.pieces)
         if not self.readers:
-            return text, []
+            return [text] if text else []
         reason = news.finish_reason
         cut = reason == "length" or self.jobs[place].written.stopped
         return self.readers[place].add(text, last=reason is not None, cut=cut)

@@ -10,7 +10,7 @@ from uuid import uuid4
 from eagle_fsd.serving.answers.answer import Answer, new_id
 from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.serving.work.jobs import News
-from eagle_fsd.text.tool_calls import Call
+from eagle_fsd.text.tool_calls import Call, text_and_calls
 from eagle_fsd.version import __version__
 
 DONE = b"data: [DONE]\n\n"
@@ -40,7 +40,7 @@ class Completion(Answer):
         choices = []
         for place in range(len(self.jobs)):
             told = self.all_news(place)
-            text, calls = self.read(place, told)
+            text, calls = text_and_calls(self.read(place, told))
             said: dict[str, Any] = {"text": text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": text}}
@@ -70,7 +70,7 @@ class Completion(Answer):
 
     def tell(self, place: int, news: News) -> bytes:
         """Return the chunk for a text's news. The last one of the answer always has the timings."""
-        text, calls = self.read(place, news)
+        text, calls = text_and_calls(self.read(place, news))
         said: dict[str, Any] = {"text": text}
         if self.chat:
             said = {"delta": {"content": text} if text else {}}

@@ -41,10 +41,9 @@ class ResponseAnswer(Answer):
     def tell(self, place: int, news: News) -> bytes:
         if self.tables is not None and news.logprobs:
             self._logprobs += self.tables(news.logprobs, self.spellings[place])["content"]
-        text, calls = self.read(place, news)
-        events = self._write(text) if text else []
-        for call in calls:
-            events += [*self._close(DONE), *self._call(call)]
+        events = []
+        for part in self.read(place, news):
+            events += self._write(part) if isinstance(part, str) else [*self._close(DONE), *self._call(part)]
         if news.finish_reason is not None:
             if not self.output:
                 events += self._write("")
