@@ -14,7 +14,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"
     pytest.importorskip(needed, reason=WITHOUT)
 
 import openai
-from openai.types.responses import FunctionToolParam, Response
+from openai.types.responses import EasyInputMessage, FunctionToolParam, Response
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from support.schema_engine import as_call, schema_engine, writes
 from support.serving import running, settings
@@ -247,6 +247,8 @@ def test_input_is_a_text_or_the_turns_of_a_chat(client: openai.OpenAI) -> None:
         assert found.output_text == chat.choices[0].message.content
         assert found.usage.input_tokens == chat.usage.prompt_tokens and found.instructions == instructions
     assert respond(client, input="Hi").usage == respond(client, input=messages[:1]).usage
+    dumped = EasyInputMessage(role="user", content="Hi").model_dump()
+    assert dumped["type"] is None and request(input=[dumped]) == request(input=messages[:1])
     merged = ResponsesRequest(input=[{"role": "developer", "content": "b"}, *messages], instructions="a")
     assert [turn.text for turn in merged.turns] == ["a\n\nb", "Hi", "Ho", "And?"]
 
@@ -376,6 +378,7 @@ def test_what_names_a_client_changes_nothing(name: str) -> None:
         ({"input": [{"type": "reasoning", "summary": []}]}, "input", "has an item 'reasoning': it must"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "has an item 'item_reference'"),
         ({"input": ["Hi"]}, "input", "has an item 'Hi'"),
+        ({"input": [{"type": ["message"], "role": "user", "content": "x"}]}, "input", 'has an item ["message"]'),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "text only"),
         ({"input": [{"role": "user", "content": 5}]}, "input.0.content", "content is 5"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "is 'tool'"),

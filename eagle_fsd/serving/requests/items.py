@@ -94,9 +94,11 @@ def text_of(parts: Sequence[ItemPart]) -> str:
 
 def kind_of(item: Any) -> str:
     """Return the class of an item. Raises ValueError for a kind that is not read here."""
-    kind = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", None)
+    kind = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
+    if kind is None and isinstance(item, Mapping):
+        kind = "message"
     classes = {"message": "MessageItem", "function_call": "CallItem", "function_call_output": "ResultItem"}
-    if kind not in classes:
+    if not isinstance(kind, str) or kind not in classes:
         said = format_json(item if kind is None else kind)
         raise ValueError(f"input has an item {said}: it must be of type {', '.join(classes)}; leave it out")
     return classes[kind]
