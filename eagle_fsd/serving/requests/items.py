@@ -125,18 +125,22 @@ Items = Annotated[list[Item], BeforeValidator(as_items)]
 
 
 def turns_of_items(items: Sequence[Any]) -> list[Message]:
-    """Return the turns of a chat. Calls belong to the assistant's message before them."""
+    """Return the turns of a chat. The assistant's calls and the messages around them are one turn."""
     turns: list[Message] = []
     names: dict[str, str] = {}  # of functions, by the calls' ids
     for item in items:
-        turn: Message = item.turn
+        turn, before = item.turn, turns[-1] if turns else None
         if isinstance(item, CallItem):
             names[item.call_id] = item.name
-            if turns and turns[-1].role == "assistant":
-                before = turns.pop()
-                calls = [*before.tool_calls, *turn.tool_calls]
-                turn = Message(role="assistant", content=before.content, tool_calls=calls)
         elif isinstance(item, ResultItem):
-            turn = turn.model_copy(update={"name": names.get(item.call_id)})
-        turns.append(turn)
+            turn.name = names.get(item.call_id)
+        if (
+            before is not None
+            and before.role == turn.role == "assistant"
+            and (before.tool_calls or turn.tool_calls)
+        ):
+            before.content += turn.content
+            before.tool_calls += turn.tool_calls
+        else:
+            turns.append(turn)
     return turns
