@@ -222,6 +222,13 @@ def test_the_openai_client_reads_streams_and_forms() -> None:
             for _ in stream:
                 pass
             assert stream.get_final_response().output_parsed == found.output_parsed
+        turns = [*request(input="Who?").input, *found.output]
+        for back in (
+            [one.model_dump() for one in turns],
+            [one.model_dump(exclude_none=True) for one in turns],
+        ):
+            told = client.responses.create(**{**asked, "input": back, "max_output_tokens": 2})
+            assert told.usage.input_tokens > found.usage.input_tokens + len(found.output_text)
         loose = client.responses.create(**asked, text={"format": {"type": "json_object"}}, temperature=0)
         assert json.loads(loose.output_text) is not None or loose.status == "incomplete"
 
@@ -304,6 +311,7 @@ def test_calls_in_a_row_are_of_the_message_before_them() -> None:
         {"type": "function_call_output", "call_id": name, "output": [{"type": "input_text", "text": name}]}
         for name in ("now", "pick")
     ]
+    results[1]["name"] = "pick"
     said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "Wait."}]}
     asked = ResponsesRequest(input=[{"role": "user", "content": "Hi"}, said, *calls, *results, calls[0]])
     turns = [

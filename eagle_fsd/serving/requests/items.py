@@ -10,8 +10,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.tools.fields import CalledFunction, Message, Strict, ToolCall
 
-# What answers carry in an item or a part of one, and clients send back.
-WITHOUT_EFFECT = ("id", "status", "phase", "annotations", "logprobs", "namespace", "caller", "async")
+# What answers carry in an item or a part of one, or OpenAI's client adds to it, and clients send back.
+WITHOUT_EFFECT = (
+    *("id", "status", "phase", "annotations", "logprobs", "namespace", "caller", "async", "created_by"),
+    *("parsed", "parsed_arguments"),
+)
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -77,15 +80,17 @@ class CallItem(Kept, CalledFunction):
 
 
 class ResultItem(Kept):
-    """The result of a call."""
+    """The result of a call. name: of the function, which the call says as well."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=200)
     output: Parts
+    name: str | None = None
 
     @property
     def turn(self) -> Message:
-        return Message(role="tool", content=text_of(self.output), tool_call_id=self.call_id)
+        said = text_of(self.output)
+        return Message(role="tool", content=said, tool_call_id=self.call_id, name=self.name)
 
 
 def text_of(parts: Sequence[ItemPart]) -> str:
@@ -133,7 +138,7 @@ def turns_of_items(items: Sequence[Any]) -> list[Message]:
         if isinstance(item, CallItem):
             names[item.call_id] = item.name
         elif isinstance(item, ResultItem):
-            turn.name = names.get(item.call_id)
+            turn.name = names.get(item.call_id, item.name)
         if (
             before is not None
             and before.role == turn.role == "assistant"
