@@ -25,6 +25,7 @@ from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.serving.choices import Defaults
+from eagle_fsd.serving.requests.completions import ChatRequest
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.requests.unsupported import (
     UNSUPPORTED_RESPONSES,
@@ -223,14 +224,21 @@ def test_the_openai_client_reads_streams_and_forms() -> None:
                 pass
             assert stream.get_final_response().output_parsed == found.output_parsed
         turns = [*request(input="Who?").input, *found.output]
-        for back in (
-            [one.model_dump() for one in turns],
-            [one.model_dump(exclude_none=True) for one in turns],
-        ):
+        for bare in (False, True):
+            back = [one.model_dump(exclude_none=bare) for one in turns]
             told = client.responses.create(**{**asked, "input": back, "max_output_tokens": 2})
             assert told.usage.input_tokens > found.usage.input_tokens + len(found.output_text)
         loose = client.responses.create(**asked, text={"format": {"type": "json_object"}}, temperature=0)
         assert json.loads(loose.output_text) is not None or loose.status == "incomplete"
+
+
+@pytest.mark.parametrize("schema", [{}, {"type": "array"}])
+def test_a_schema_is_that_of_a_chats_form(schema: dict[str, Any]) -> None:
+    """Also one that says nothing, which any JSON has."""
+    found = request(text={"format": {"type": "json_schema", "name": "x", "schema": schema}})
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    chat = ChatRequest.model_validate({"messages": CHAT, "response_format": wanted})
+    assert found.form == chat.form and found.form_name == "text.format"
 
 
 # -- turns ----------------------------------------

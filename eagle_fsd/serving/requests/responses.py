@@ -69,7 +69,9 @@ class TextFormat(Strict):
 
     @property
     def form(self) -> Form | None:
-        return None if self.type == "text" else Form.json_schema(self.json_schema or ANY_OBJECT)
+        if self.type == "text":
+            return None
+        return Form.json_schema(ANY_OBJECT if self.json_schema is None else self.json_schema)
 
 
 class TextOptions(Strict):
