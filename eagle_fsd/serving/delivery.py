@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import StreamingResponse
@@ -98,14 +99,19 @@ async def events(
     try:
         while True:
             answer.take(place, news)
-            yield answer.tell(place, news)
+            yield await written(answer, partial(answer.tell, place, news))
             if answer.done:
                 break
             place, news = await feed.next(deadline)
     except ApiError as error:
         yield answer.end(error)
     else:
-        yield answer.end()
+        yield await written(answer, answer.end)
+
+
+async def written(answer: Answer, write: Callable[[], bytes]) -> bytes:
+    """Return events of an answer. The last ones may repeat all log-probabilities, and leave the loop free."""
+    return await asyncio.to_thread(write) if answer.done and answer.tables is not None else write()
 
 
 class EventStream(StreamingResponse):
