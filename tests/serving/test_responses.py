@@ -241,6 +241,15 @@ def test_a_schema_is_that_of_a_chats_form(schema: dict[str, Any]) -> None:
     assert found.form == chat.form and found.form_name == "text.format"
 
 
+def test_the_schema_of_requests_has_texts_where_lists_may_be_texts(client: openai.OpenAI) -> None:
+    root = str(client.base_url).removesuffix("/v1/")
+    parts = client.get(f"{root}/openapi.json", cast_to=object)["components"]["schemas"]
+    fields = [("ResponsesRequest", "input"), ("MessageItem", "content"), ("ResultItem", "output")]
+    for part, name in (*fields, ("ChatRequest", "stop"), ("ResponsesRequest", "stop")):
+        kinds = [one["type"] for one in parts[part]["properties"][name]["anyOf"]]
+        assert kinds == ["string", "array"], name
+
+
 # -- turns ----------------------------------------
 
 

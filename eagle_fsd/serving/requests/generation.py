@@ -31,6 +31,7 @@ from eagle_fsd.serving.tools.fields import (
     DEEPEST,
     Function,
     Message,
+    OrText,
     Strict,
     StructuredOutputs,
     is_too_deep,
@@ -120,7 +121,7 @@ class Decoding(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     min_tokens: int | None = None
     seed: int | None = Field(None, ge=0, lt=SEEDS)
-    stop: Annotated[list[Stop], BeforeValidator(as_stops), Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[Stop], BeforeValidator(as_stops), Field(max_length=MOST_STOPS), OrText()] = []
     stream: bool = False
     threshold: Annotated[float | str | None, WrapValidator(require_threshold)] = None
     divergence: str | None = Field(None, max_length=200)

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     field_validator,
     model_validator,
 )
@@ -51,6 +52,13 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None}
+
+
+class OrText:
+    """Marks a field whose validator takes a text as well, for openapi.json."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
 class NamedSchema(Strict):
