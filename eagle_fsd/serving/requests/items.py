@@ -105,7 +105,8 @@ def kind_of(item: Any) -> str:
     classes = {"message": "MessageItem", "function_call": "CallItem", "function_call_output": "ResultItem"}
     if not isinstance(kind, str) or kind not in classes:
         said = format_json(item if kind is None else kind)
-        raise ValueError(f"input has an item {said}: it must be of type {', '.join(classes)}; leave it out")
+        remedy = "no answer is stored; send the item itself" if kind == "item_reference" else "leave it out"
+        raise ValueError(f"input has an item {said}: it must be of type {', '.join(classes)}; {remedy}")
     return classes[kind]
 
 

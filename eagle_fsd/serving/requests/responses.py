@@ -40,6 +40,15 @@ def require_functions(tools: Any) -> Any:
     return tools
 
 
+def require_function(choice: Any) -> Any:
+    if isinstance(choice, Mapping) and choice.get("type") != "function":
+        raise ValueError(
+            f"tool_choice is of type {format_json(choice.get('type'))}: it must name a function, or be none, "
+            "auto or required; send one of these"
+        )
+    return choice
+
+
 class FunctionTool(Function):
     """A function, with its fields beside its type."""
 
@@ -82,6 +91,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
+ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
 FunctionTools = Annotated[
     list[FunctionTool], BeforeValidator(require_functions), Field(max_length=MOST_FUNCTIONS)
 ]
@@ -102,7 +112,7 @@ class ResponsesRequest(Chat):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions = TextOptions()
     tools: FunctionTools = []
-    tool_choice: Literal["none", "auto", "required"] | CalledTool | None = None
+    tool_choice: ToolChoice | None = None
     include: list[Includable] = []
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     metadata: dict[str, str] = {}
