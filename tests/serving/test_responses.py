@@ -432,6 +432,7 @@ def test_what_names_a_client_changes_nothing(name: str) -> None:
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice",
          "is of type 'allowed_tools'"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.name", "is missing"),
+        ({"metadata": {"anItem": 5}}, "metadata.anItem", "should be a valid string"),
         ({"tool_choice": "any"}, "tool_choice", "Input should be"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "has the function pick twice"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "without tools"),
