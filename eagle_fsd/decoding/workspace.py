@@ -20,6 +20,7 @@ from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.decoding.request import Request, Text
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
+from eagle_fsd.files.fingerprints import weights_of
 from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -84,8 +85,7 @@ def ways_to_compute(target: TargetModel, spec: DrafterSpec) -> Hashable:
     """
     if not target.stepper.view:
         return None
-    modules = [one for one in (target.held, spec.network) if one is not None]
-    weights = (weight for one in modules for weight in (*one.parameters(), *one.buffers()))
+    weights = weights_of((target.held, spec.network))
     return autocast_dtype(target.device), *(weight.data_ptr() for weight in weights)
 
 

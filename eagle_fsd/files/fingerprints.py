@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,9 +78,15 @@ def state_of(modules: Iterable[nn.Module | None]) -> tuple[tuple[int, int], ...]
 
     A change through `.data` does not count, and none counts of weights that were made in inference mode.
     """
-    present = (module for module in modules if module is not None)
-    weights = (weight for module in present for weight in (*module.parameters(), *module.buffers()))
+    weights = weights_of(modules)
     return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights)
+
+
+def weights_of(modules: Iterable[nn.Module | None]) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of modules; None has none."""
+    for module in modules:
+        if module is not None:
+            yield from (*module.parameters(), *module.buffers())
 
 
 def digest_weights(tensors: Iterable[Tensor]) -> str:

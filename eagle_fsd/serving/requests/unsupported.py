@@ -50,7 +50,7 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
-    "reasoning": ({},),
+    "reasoning": ({}, {"effort": "none"}),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "truncation": ("disabled",),
