@@ -7,8 +7,10 @@ EAGLE_FSD_CHATS=7 runs seed 7 alone, with -m "slow or not slow".
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -203,8 +205,13 @@ def several(body: dict[str, Any]) -> bool:
 
 
 def read_arguments(written: str) -> dict[str, Any]:
-    """Return a call's arguments as the model sees them: with "?" for half a character."""
-    return json.loads(json.dumps(json.loads(written), ensure_ascii=False).encode(errors="replace"))
+    """Return a call's arguments as the model sees them: with "?" for half a character, and no Infinity."""
+
+    def finite(number: str) -> float:
+        return math.copysign(min(abs(float(number)), sys.float_info.max), float(number))
+
+    found = json.loads(written, parse_float=finite)
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
 
 
 @dataclass
