@@ -14,7 +14,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationInfo,
     WrapValidator,
     model_validator,
 )
@@ -132,8 +131,8 @@ class Decoding(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def take_what_is_done(cls, data: Any, info: ValidationInfo) -> Any:
-        return drop_what_asks_for_nothing(data, cls.unsupported, cls.without_effect)
+    def take_what_is_done(cls, data: Any) -> Any:
+        return drop_what_asks_for_nothing(data, cls.unsupported)
 
     @property
     def form_name(self) -> str | None:

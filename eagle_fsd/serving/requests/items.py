@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.tools.fields import CalledFunction, Message, OrText, Strict, ToolCall
@@ -19,14 +19,9 @@ TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class Kept(Strict):
-    """An item, or a part of one, whose fields without effect are left out."""
+    """An item, or a part of one."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def drop_what_has_no_effect(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        return {name: value for name, value in data.items() if name not in WITHOUT_EFFECT}
+    without_effect: ClassVar[Sequence[str]] = WITHOUT_EFFECT
 
 
 class ItemPart(Kept):

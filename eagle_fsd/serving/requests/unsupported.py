@@ -61,18 +61,14 @@ WITHOUT_EFFECT_RESPONSES = (
 )
 
 
-def drop_what_asks_for_nothing(data: Any, unsupported: Table, without_effect: Sequence[str]) -> Any:
-    """Take out fields without effect; raise Unsupported for one that asks for what is unsupported."""
+def drop_what_asks_for_nothing(data: Any, unsupported: Table) -> Any:
+    """Take out unsupported fields; raise Unsupported for one that asks for something."""
     if not isinstance(data, Mapping):
         return data
-    kept = {}
     for name, value in data.items():
-        if name in unsupported:
-            if not is_neutral(value, unsupported[name]):
-                raise Unsupported(name, unsupported[name])
-        elif name not in without_effect:
-            kept[name] = value
-    return kept
+        if name in unsupported and not is_neutral(value, unsupported[name]):
+            raise Unsupported(name, unsupported[name])
+    return {name: value for name, value in data.items() if name not in unsupported}
 
 
 def is_neutral(value: object, neutral: Sequence[object]) -> bool:

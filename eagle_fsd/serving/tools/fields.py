@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -42,16 +42,18 @@ def is_too_deep(value: object) -> bool:
 
 
 class Strict(BaseModel):
-    """A request or a part of one. A field that is null is absent."""
+    """A request or a part of one. A field that is null is absent, and so are those without effect."""
 
+    without_effect: ClassVar[Sequence[str]] = ()
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def drop_nulls(cls, data: Any) -> Any:
+    def drop_what_says_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None}
+        said = {name: value for name, value in data.items() if value is not None}
+        return {name: value for name, value in said.items() if name not in cls.without_effect}
 
 
 class OrText:
