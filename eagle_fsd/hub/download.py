@@ -5,16 +5,13 @@ HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT work as usual. Failures are Va
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import constants, errors, utils
+from huggingface_hub import constants, errors
 
 from eagle_fsd.acceptance.calibration import FILE as CALIBRATION
 from eagle_fsd.core.checks import format_value, one_line
@@ -30,6 +27,7 @@ from eagle_fsd.hub.head_checkpoint import (
     read_config,
     refuse_other_config,
 )
+from eagle_fsd.hub.loading.progress import hide_unwanted_bars
 
 logger = logging.getLogger(__name__)
 
@@ -160,24 +158,6 @@ def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) ->
     except DOWNLOAD_ERRORS as error:
         raise ValueError(f"{kind} {repo!r} {explain_failure(error, revision)}") from error
     return Path(folder)
-
-
-def wants_progress_bars() -> bool:
-    """Return whether to show progress bars: not in a pipe or a file, unless the user asks for them."""
-    return sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is False
-
-
-@contextlib.contextmanager
-def hide_unwanted_bars() -> Iterator[None]:
-    """Hide download bars inside the block if they are not wanted."""
-    if wants_progress_bars() or utils.are_progress_bars_disabled():
-        yield
-        return
-    utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        utils.enable_progress_bars()
 
 
 def explain_failure(error: Exception, revision: str | None) -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,15 +15,17 @@ import transformers
 
 from eagle_fsd.core.checks import one_line, require_choice
 from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve_dtype
-from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
+from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, format_keys
 from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
-from eagle_fsd.hub.loading.gguf_positions import scale_positions
+from eagle_fsd.hub.loading.gguf_positions import read_positions
 from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quantization, gguf_read_once
+from eagle_fsd.hub.loading.gguf_vectors import check_vectors
+from eagle_fsd.hub.loading.progress import hide_loading_bars, show_progress
 from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes, check_tokens
-from eagle_fsd.runtime.ranks import ALONE, Ranks, rank_by_environment
+from eagle_fsd.runtime.ranks import ALONE, Ranks
 from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 
 logger = logging.getLogger(__name__)
@@ -177,6 +176,7 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
             model = model.to(settings.device)
     check_whole(report, source.name)
     if source.gguf_file is not None:
+        check_vectors(model, str(source.folder / source.gguf_file), source.name)
         forget_quantization(model)
     return model.eval(), load_tokenizer(source, options)
 
@@ -244,16 +244,6 @@ def restore_name(source: TargetSource, loaded: Loaded) -> Loaded:
 # -- reading ----------------------------------------
 
 
-def show_progress(text: str) -> None:
-    """Tell people at a terminal what takes a while; elsewhere it is only logged."""
-    if rank_by_environment()[0] > 0:
-        return  # under torchrun one process speaks
-    if wants_progress_bars():
-        sys.stderr.write(f"{text}\n")
-    else:
-        logger.info("%s", text)
-
-
 def reader_options(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
     """Return the arguments that every reader of transformers needs for a source."""
     gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
@@ -267,7 +257,7 @@ def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.P
     check_sizes(config.to_dict(), source.name)  # for a .gguf file; check_folder did it for a folder
     check_decoder(config, source.name)
     if source.gguf_file is not None:
-        scale_positions(config, str(source.folder / source.gguf_file), source.name)
+        read_positions(config, str(source.folder / source.gguf_file), source.name)
     return config
 
 
@@ -330,21 +320,3 @@ def one_line_errors(name: str) -> Iterator[None]:
             "another"
         )
         raise ValueError(f"target {name!r} cannot be loaded ({text}): {rule}") from error
-
-
-@contextlib.contextmanager
-def hide_loading_bars(gguf: bool) -> Iterator[None]:
-    """Hide loading bars inside the block if they are not wanted."""
-    logging = transformers.utils.logging
-    if wants_progress_bars() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        logging.disable_progress_bar()
-        stack.callback(logging.enable_progress_bar)
-        with contextlib.suppress(ImportError, AttributeError):  # other releases keep it elsewhere
-            if gguf:  # its bar ignores transformers' switches
-                module = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-                stack.callback(setattr, module, "tqdm", module.tqdm)
-                module.tqdm = functools.partial(module.tqdm, disable=True)
-        yield

@@ -39,7 +39,7 @@ from eagle_fsd.files.kept_folders import (
 logger = logging.getLogger(__name__)
 
 FOLDER, RECORD = "weights", "source.json"
-VERSION = 2  # of the folders; version 1 lacked scaled positions
+VERSION = 3  # of the folders; earlier ones lacked scaled positions, windows or biases
 MOST = (
     16 * 2**30
 )  # bytes of all folders together, unless the latest alone has more; the least recently used go

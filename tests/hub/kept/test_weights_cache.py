@@ -27,6 +27,7 @@ from eagle_fsd.files.atomic import hidden_beside
 from eagle_fsd.files.kept_folders import DAY, OFF, folder_size
 from eagle_fsd.hub import target_loader
 from eagle_fsd.hub.kept import weights_cache
+from eagle_fsd.hub.loading import progress
 from eagle_fsd.hub.target_loader import Loaded
 
 WIDTH, VOCAB = 32, 64
@@ -471,7 +472,7 @@ def test_people_are_told_what_takes_long_and_pipes_are_not(
     hub.load_target(str(gguf))
     assert capfd.readouterr() == ("", "")
     weights_cache.clear()
-    monkeypatch.setattr(target_loader, "wants_progress_bars", lambda: True)
+    monkeypatch.setattr(progress, "wants_progress_bars", lambda: True)
     hub.load_target(str(gguf))
     shown = capfd.readouterr()
     assert shown.out == ""
