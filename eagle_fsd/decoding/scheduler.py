@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -28,7 +29,7 @@ from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.steps.trees import StepTrees
-from eagle_fsd.decoding.workspace import Workspace, Workspaces, ways_to_compute
+from eagle_fsd.decoding.workspace import Workspace, Workspaces
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -80,6 +81,7 @@ class Scheduler:
         self.reading: Reading | None = None
         self._overtaken = False  # whether a prompt overtook the one being read in the last step
         self.batch: Batch | None = None
+        self._workspace: Workspace | None = None  # the batch's
         # An empty cache tells how many slots are allocated together.
         self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
         if isinstance(prefix_tokens, PromptCache):
@@ -131,7 +133,7 @@ class Scheduler:
     def abandon(self) -> None:
         """Drop all texts as they are, also after a step that raised, and keep nothing of them."""
         self.waiting.clear()
-        self.reading = self.batch = None
+        self.reading = self.batch = self._workspace = None
 
     @property
     def decoding(self) -> list[Text]:
@@ -202,7 +204,7 @@ class Scheduler:
                 self.reading = reading
             else:
                 self.reading = None if reading is self.reading else self.reading
-                self._join(reading.finish(self.tree, self.watch))
+                self._join(reading.finish(self.tree, self.watch), reading.workspace)
 
     def _short(self, most: int) -> list[Text]:
         """Return those of the next texts that have at most this many tokens to read."""
@@ -254,11 +256,11 @@ class Scheduler:
         self.prefixes.expect(made.drafter)
         return made
 
-    def _join(self, joining: Batch) -> None:
-        """Let texts whose prompts are read join the batch."""
+    def _join(self, joining: Batch, workspace: Workspace) -> None:
+        """Let texts whose prompts are read join the batch. workspace: theirs so far."""
         self._unkept |= set(joining.texts)
         if self.batch is None:
-            self.batch = joining
+            self.batch, self._workspace = joining, workspace
         else:
             self.batch.join(joining)
         next_prompts = [text.prompt for text in islice(self.waiting, self.rows)]
@@ -276,7 +278,7 @@ class Scheduler:
         workspace = self._make_workspace(batch.texts, len(rows), tokens)
         workspace.session.replace(rows, batch.target)
         workspace.drafter.replace(rows, batch.drafter)
-        batch.target, batch.drafter = workspace.session, workspace.drafter
+        batch.target, batch.drafter, self._workspace = workspace.session, workspace.drafter, workspace
 
     def _release(self) -> None:
         """Keep the texts of the batch that have ended, and free their places unless others will take them."""
@@ -287,11 +289,10 @@ class Scheduler:
                 self._unkept.remove(text)
                 self._keep(self.batch.shown_tokens(row), self.batch.target, self.batch.drafter, row)
         if not self.batch.active:
-            if self.budget.limit is None:  # a lone text's memory is for the next one, with what was recorded
-                parts = (self.batch.target, self.batch.drafter, self.batch.accept_step)
-                ways = ways_to_compute(self.target, self.drafter)
-                self._workspaces.give_back(Workspace(*parts, 1, self.drafter, ways))
-            self.batch = None  # frees its memory otherwise
+            if self.budget.limit is None and self._workspace is not None:
+                # A lone text's memory is for the next one, with what was recorded.
+                self._workspaces.give_back(replace(self._workspace, batch=1))
+            self.batch = self._workspace = None  # frees its memory otherwise
         elif not (self.waiting or self.reading):
             # A graph is compiled for each number of rows, and others are about to take these places.
             self.batch.drop_done_rows(few_sizes=self.target.graphs is not None)

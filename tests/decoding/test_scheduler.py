@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -193,6 +194,26 @@ def test_a_lone_text_may_follow_several_whose_caches_grew(monkeypatch: pytest.Mo
         for one in texts:
             scheduler.admit(one)
         assert collect(scheduler) == {one.number: alone(plain, one, TREE) for one in texts}
+
+
+def test_recordings_of_a_text_in_which_the_weights_were_replaced_are_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They read the weights where these were when the text began."""
+    as_on_an_accelerator(monkeypatch, view=256)
+    source = copy.deepcopy(tiny_model())
+    target = TargetModel(source, Graphs(OpRecorder()))
+    plain = EagleFSD(TargetModel(source), tiny_head())
+    scheduler = Scheduler(target, EagleFSD(target, tiny_head()).drafter, TREE, 1)
+    first, second = (text(number, prompts()[0], 24, kinds=KINDS[:1]) for number in range(2))
+    scheduler.admit(first)
+    while first.stats.steps < 4:
+        scheduler.step()
+    source.load_state_dict(copy.deepcopy(tiny_model(seed=9)).state_dict(), assign=True)
+    collect(scheduler)
+    scheduler.admit(second)
+    collect(scheduler)
+    assert second.new_tokens == alone(plain, second, TREE)
 
 
 @pytest.mark.parametrize("length", [0, 256])
