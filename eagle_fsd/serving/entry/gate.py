@@ -7,6 +7,7 @@ import hmac
 import json
 import re
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -47,8 +48,12 @@ class Gate:
             await self.app(scope, receive, send)
             return
 
+        started = False
+
         async def count_and_send(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 self.answered(scope, message["status"])
             await send(message)
 
@@ -67,7 +72,12 @@ class Gate:
         except ClientLeft:
             pass
         else:
-            await self.app(scope, replay(body, receive), count_and_send)
+            try:
+                await self.app(scope, replay(body, receive), count_and_send)
+            except Exception:
+                if not started:  # the answer comes from around this
+                    self.answered(scope, HTTPStatus.INTERNAL_SERVER_ERROR)
+                raise
 
     def _require_host(self, headers: dict[bytes, bytes]) -> None:
         said = headers.get(b"host", b"").decode("latin-1")
