@@ -197,7 +197,12 @@ class EagleFSD:
                 f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
                 "generate for a batch"
             )
-        return TokenStream(self._start(input_ids, attention_mask, options, keywords))
+        started = self._start(input_ids, attention_mask, options, keywords)
+        if (texts := len(started.stats)) != 1:
+            raise ValueError(
+                f"num_return_sequences is {texts}: a stream gives one text; leave it out, or use stream_batch"
+            )
+        return TokenStream(started)
 
     def stream_batch(
         self,

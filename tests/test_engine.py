@@ -232,6 +232,11 @@ def test_a_stream_is_generate_step_by_step(temperature: float) -> None:
     assert list(stream) == [], "a stream is read once"
 
 
+def test_a_stream_of_several_texts_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="num_return_sequences is 2: a stream gives one text"):
+        engine().stream([PROMPTS[1]], num_return_sequences=2, temperature=1.0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_batchs_stream_is_generate_step_by_step(temperature: float) -> None:
     ids, mask = pad_left(PROMPTS, PAD)
