@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import find_half_character, format_value, one_line
@@ -53,8 +53,14 @@ class PromptReader:
 
     def chat_ids(self, body: Chat | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
         turns, arguments = turns_of(body.turns, tools, self.choose.calls)
-        for turn in turns:
-            require_unicode(turn["content"], body.source)
+        parts: dict[str, Any] = {
+            "instructions": getattr(body, "instructions", None),
+            "tools": None if tools is None else list(tools.functions),
+            body.source: turns,  # last: they may have what the others say
+        }
+        for name, part in parts.items():
+            for text in texts_in(part):
+                require_unicode(text, name)
 
         def written(asked: Chat | TokenizeRequest) -> list[int]:
             with self._encoding:
@@ -88,6 +94,15 @@ def field_at_fault(
                 written(body.model_copy(update={name: nothing}))
                 return name
     return None
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, names of fields among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from texts_in(one)
 
 
 def require_unicode(text: str, name: str) -> None:

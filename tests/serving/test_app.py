@@ -411,10 +411,20 @@ def test_a_malformed_body_is_refused(client: TestClient, body: bytes) -> None:
     assert error["code"] == ("invalid_value" if asked else "invalid_json")
 
 
-def test_half_a_character_is_refused(client: TestClient) -> None:
-    for asked in ({"messages": [{"role": "user", "content": "\ud800"}]}, {"messages": CHAT, "\ud800": 1}):
-        body = json.dumps(asked)
-        error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
+@pytest.mark.parametrize(
+    ("url", "asked", "param"),
+    [
+        (URL, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (URL, {"messages": CHAT, "\ud800": 1}, None),
+        ("/v1/responses", {"input": "\ud800", "instructions": "x"}, "input"),
+        ("/v1/responses", {"input": "x", "instructions": "\ud800"}, "instructions"),
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(
+    client: TestClient, url: str, asked: Any, param: str | None
+) -> None:
+    headers = {"content-type": "application/json"}
+    assert error_of(client.post(url, content=json.dumps(asked), headers=headers), 400)["param"] == param
 
 
 def test_a_form_is_no_request(client: TestClient) -> None:
@@ -640,6 +650,14 @@ def test_metrics_count_what_was_done() -> None:
     assert values["inter_token_latency_seconds_count",] + 3 >= 19
     assert values["num_requests_running",] == values["num_requests_waiting",] == 0
     assert values["step_seconds", "verify"] > 0
+
+
+def test_metrics_count_an_answer_that_nothing_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    with client_of() as client:
+        monkeypatch.setattr(client.app.state.service, "answer_of", lambda *_: 1 / 0)
+        assert error_of(post(client), 500)["code"] == "internal_server_error"
+        page = client.get("/metrics").text
+    assert f'eagle_fsd_http_requests_total{{route="{URL}",status="500"}} 1.0' in page
 
 
 def blank_job(number: int) -> Job:

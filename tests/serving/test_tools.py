@@ -14,6 +14,7 @@ WITHOUT = 'the server and its test need extras: pip install "eagle-fsd[dev]"'
 for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"):
     pytest.importorskip(needed, reason=WITHOUT)
 
+import httpx
 import openai
 from pydantic import BaseModel, ConfigDict, Field
 from support.schema_engine import as_call, schema_engine, writes
@@ -425,6 +426,30 @@ def test_what_is_not_done_is_refused_by_name(
     with pytest.raises(openai.BadRequestError, match=re.escape(words)) as found:
         client.post("/chat/completions", body={**ASK, **fields}, cast_to=object)
     assert found.value.param == param
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [function("x", description=HALF)]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": HALF, "arguments": "{}"}}]}]}, "messages"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
+def test_half_a_character_is_refused_where_it_stands(
+    template: str, fields: dict[str, Any], param: str
+) -> None:
+    with running(settings(), schema_engine(template=template)) as (url, _):
+        body = json.dumps({**ASK, "tools": TOOLS, "tool_choice": "required", **fields}).encode()
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param
+    assert error["message"].startswith(f"{param} is not Unicode text")
 
 
 @pytest.mark.parametrize(
