@@ -14,7 +14,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"
     pytest.importorskip(needed, reason=WITHOUT)
 
 import openai
-from openai.types.responses import EasyInputMessage, FunctionToolParam, Response
+from openai.types.responses import EasyInputMessage, FunctionToolParam, Response, ResponseError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from support.schema_engine import as_call, schema_engine, writes
 from support.serving import running, settings
@@ -433,6 +433,10 @@ def test_what_names_a_client_changes_nothing(name: str) -> None:
          "is of type 'allowed_tools'"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.name", "is missing"),
         ({"metadata": {"anItem": 5}}, "metadata.anItem", "should be a valid string"),
+        ({"metadata": {"anItem": "x" * 513}}, "metadata.anItem", "at most 512 characters"),
+        ({"metadata": {"x" * 65: "y"}}, "metadata", "at most 64 characters"),
+        ({"metadata": dict.fromkeys("abcdefghijklmnopq", "x")}, "metadata", "at most 16 items"),
+        ({"stream_options": {}}, "stream_options", "is for streams"),
         ({"tool_choice": "any"}, "tool_choice", "Input should be"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "has the function pick twice"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "without tools"),
@@ -472,10 +476,21 @@ def test_a_text_that_fails_ends_its_stream_with_the_reason(monkeypatch: pytest.M
         client = client_of(url)
         events = list(respond(client, stream=True, max_output_tokens=60))  # type: ignore[call-overload]
         assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
-        assert events[-1].response.error.code == "generation_failed" and events[-1].response.output == []
+        assert events[-1].response.error.code == "server_error" and events[-1].response.output == []
+        ResponseError.model_validate(events[-1].response.error.model_dump())
         assert "not finite" in events[-1].response.error.message
         with pytest.raises(openai.InternalServerError, match="not finite"):
             respond(client, max_output_tokens=60)
+
+
+def test_a_text_that_no_token_may_follow_fails_by_its_request() -> None:
+    """The codes of a response that failed are a closed list."""
+    with running(settings(), schema_engine()) as (url, _):
+        b = schema_engine().tokenizer.convert_tokens_to_ids("b")
+        asked = {"suppress_tokens": [b], "structured_outputs": {"regex": "a{30}b"}}
+        *_, last = respond(client_of(url), stream=True, max_output_tokens=60, extra_body=asked)  # type: ignore[call-overload]
+    assert last.type == "response.failed" and last.response.error.code == "invalid_prompt"
+    assert "the other options allow no token" in last.response.error.message
 
 
 def test_items_are_what_the_clients_types_allow(client: openai.OpenAI) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from eagle_fsd.serving.answers.answer import Answer, json_in_parts, new_id
-from eagle_fsd.serving.errors import ApiError
+from eagle_fsd.serving.errors import SERVER, ApiError
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.work.jobs import News
 from eagle_fsd.text.tool_calls import Call
@@ -66,7 +66,7 @@ class ResponseAnswer(Answer):
             "created_at": self.created,
             "status": status,
             "background": False,
-            "error": None if error is None else {"code": error.code, "message": str(error)},
+            "error": None if error is None else {"code": code_of(error), "message": str(error)},
             "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
@@ -171,3 +171,8 @@ class ResponseAnswer(Answer):
         self._events += 1
         written = json_in_parts(data, self.levels + 1 if self.tables else 0)
         return f"event: {kind}\ndata: {written}\n\n".encode()
+
+
+def code_of(error: ApiError) -> str:
+    """Return the code of a response that failed, which is one of OpenAI's few for that."""
+    return "server_error" if error.kind == SERVER else "invalid_prompt"

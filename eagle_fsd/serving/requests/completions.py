@@ -73,12 +73,6 @@ class Generation(Decoding):
     return_token_origins: bool = False
 
     @model_validator(mode="after")
-    def require_stream(self) -> Generation:
-        if "stream_options" in self.model_fields_set and not self.stream:
-            raise ValueError("stream_options is for streams: leave it out, or set stream to true")
-        return self
-
-    @model_validator(mode="after")
     def require_one_form(self) -> Generation:
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs beside response_format: a text has one form; leave one out")

@@ -134,6 +134,12 @@ class Decoding(Body):
     def take_what_is_done(cls, data: Any) -> Any:
         return drop_what_asks_for_nothing(data, cls.unsupported)
 
+    @model_validator(mode="after")
+    def require_stream(self) -> Decoding:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options is for streams: leave it out, or set stream to true")
+        return self
+
     @property
     def form_name(self) -> str | None:
         """The field that says what form the text has; None: it may have any."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
@@ -27,6 +27,7 @@ from eagle_fsd.serving.tools.fields import (
     require_different_names,
 )
 
+LONGEST_NAME = 64  # characters of a name in the metadata
 LOGPROBS = "message.output_text.logprobs"
 # There are no items of reasoning, so that there is nothing to encrypt.
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -47,6 +48,15 @@ def require_function(choice: Any) -> Any:
             "auto or required; send one of these"
         )
     return choice
+
+
+def require_short_names(metadata: dict[str, str]) -> dict[str, str]:
+    if long := next((name for name in metadata if len(name) > LONGEST_NAME), None):
+        raise ValueError(
+            f"metadata has the name {format_json(long)}: it must have at most {LONGEST_NAME} characters; "
+            "shorten it"
+        )
+    return metadata
 
 
 class FunctionTool(Function):
@@ -91,6 +101,11 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
+Metadata = Annotated[  # OpenAI's limits
+    dict[str, Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    AfterValidator(require_short_names),
+]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
 FunctionTools = Annotated[
     list[FunctionTool], BeforeValidator(require_functions), Field(max_length=MOST_FUNCTIONS)
@@ -115,7 +130,7 @@ class ResponsesRequest(Chat):
     tool_choice: ToolChoice | None = None
     include: list[Includable] = []
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    metadata: dict[str, str] = {}
+    metadata: Metadata = {}
     stream_options: ResponseStreamOptions | None = None
 
     @model_validator(mode="after")
