@@ -40,6 +40,7 @@ class StreamedText:
         self._ends = special_tokens(tokenizer, self.stops)
         self._reach = max(map(len, self.stops), default=1) - 1
         self._held: list[Piece] = []
+        self._origin = ""  # of the last token
         self._detokenizer = Detokenizer(tokenizer, context)
 
     def add(self, token_ids: Sequence[int], origins: Sequence[str] = ()) -> list[Piece]:
@@ -56,7 +57,7 @@ class StreamedText:
                 shown += self.finish()
                 self.stopped = True
                 break
-            origin = origins[place] if origins else ""
+            self._origin = origin = origins[place] if origins else ""
             text = self._detokenizer.add([token])
             shown += self._take(Piece(text, origin))
             if not text and self.stops:
@@ -67,8 +68,7 @@ class StreamedText:
         """Return what was held back, after the last token; nothing after a stop string."""
         if self.stopped:
             return []
-        origin = self._held[-1].origin if self._held else ""
-        shown = self._take(Piece(self._detokenizer.finish(), origin))
+        shown = self._take(Piece(self._detokenizer.finish(), self._origin))
         if not self.stopped:
             shown += self._show(sum(len(piece.text) for piece in self._held))
         return merged(shown)

@@ -92,4 +92,7 @@ def test_origins_stay_with_their_characters() -> None:
     shown = written.add(ids_of("xcdez"), ["fuzzy", "fuzzy", "target", "target", "target"])
     assert shown == [Piece("c", "drafted"), Piece("d", "target"), Piece("x", "fuzzy")]
     assert written.stopped and written.tokens == 8 and written.finish() == []
+    cut_off = StreamedText(Bytes(b"a", b"\xf0\x9f"))
+    assert cut_off.add([0, 1], ["fuzzy", "target"]) == [Piece("a", "fuzzy")]
+    assert cut_off.finish() == [Piece("\ufffd", "target")], "half a character at the end has one too"
     assert merged([Piece("a", "x"), Piece("b", "x"), Piece("c", "y")]) == [Piece("ab", "x"), Piece("c", "y")]
