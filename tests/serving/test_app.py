@@ -23,6 +23,7 @@ from eagle_fsd import EagleFSD, Fuzzy, Lossless, Typical
 from eagle_fsd.acceptance.rule_names import parse_rule, rule_fields
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding.request import Terms
+from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serve import build_parser, check_arguments, make_settings
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
@@ -658,6 +659,19 @@ def test_metrics_count_an_answer_that_nothing_foresaw(monkeypatch: pytest.Monkey
         assert error_of(post(client), 500)["code"] == "internal_server_error"
         page = client.get("/metrics").text
     assert f'eagle_fsd_http_requests_total{{route="{URL}",status="500"}} 1.0' in page
+
+
+def test_seconds_of_steps_go_on_after_a_batch_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do those of reading a prompt, which are measured from one point of them to another."""
+    with client_of() as client:
+        worker = client.app.state.service.worker
+        assert post(client, max_tokens=4).status_code == 200
+        before = [worker.phase_seconds(phase) for phase in ("prefill", "verify")]
+        with monkeypatch.context() as broken:
+            broken.setattr(Scheduler, "step", lambda _: 1 / 0)
+            error_of(post(client), 500)
+        after = [worker.phase_seconds(phase) for phase in ("prefill", "verify")]
+    assert all(0 < one <= other for one, other in zip(before, after, strict=True))
 
 
 def blank_job(number: int) -> Job:

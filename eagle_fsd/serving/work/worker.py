@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import forward_size, release_freed_memory
-from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.scheduler import SLICE, Scheduler
@@ -68,7 +68,7 @@ class Worker:
     ) -> None:
         self.crowded, self._learning = crowded, IdleLearning(learner)
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
-        self._origins = TokenOrigins()
+        self._origins, self._watch = TokenOrigins(), Stopwatch()
         self._leader = Leader(model.target.ranks)
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
@@ -133,7 +133,7 @@ class Worker:
 
     def phase_seconds(self, phase: str) -> float:
         """Return how long the steps' phases of this name took in all."""
-        return self._scheduler.watch.seconds.get(phase, 0.0)
+        return self._watch.seconds.get(phase, 0.0)
 
     def seconds_to_wait(self) -> int:
         """Return after how many seconds there may be room again."""
@@ -210,8 +210,7 @@ class Worker:
     def _admit(self, job: Job) -> None:
         self._number += 1
         job.stats = GenerationStats()
-        text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream)
-        text.top_logprobs = job.top_logprobs
+        text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream, job.top_logprobs)
         try:
             if job.stopping is not None:
                 text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
@@ -245,9 +244,8 @@ class Worker:
         job = self._texts[text]
         origins = self._origins.take(text.number) if job.wants_origins else []
         done = job.written.tokens  # a text that started over emits these once more
-        skipped = min(len(tokens), done - (job.stats.new_tokens - len(tokens)))
-        if skipped > 0:
-            place = job.stats.new_tokens - len(tokens)
+        place = job.stats.new_tokens - len(tokens)
+        if (skipped := min(len(tokens), done - place)) > 0:
             if tokens[:skipped] != job.token_ids[place : place + skipped]:
                 raise RuntimeError("the text changed when it was made again")
             tokens, origins = tokens[skipped:], origins[skipped:]
@@ -331,7 +329,9 @@ class Worker:
                 self._admit(job)
 
     def _new_scheduler(self) -> Scheduler:
-        return new_scheduler(self.model, self.tree, self.limits, self.crowded)
+        made = new_scheduler(self.model, self.tree, self.limits, self.crowded)
+        made.watch = self._watch  # times go on where the last one's ended
+        return made
 
 
 def new_scheduler(
