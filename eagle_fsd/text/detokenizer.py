@@ -22,6 +22,8 @@ class Detokenizer:
         self.ids = list(context)
         self.start = 0  # ids[start:shown] are shown already and are the context of the next token
         self.shown = len(self.ids)
+        added = tokenizer.added_tokens_decoder if getattr(tokenizer, "is_fast", False) else {}
+        self._without_text = frozenset(place for place, token in added.items() if token.special)
 
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete; "" if they complete none."""
@@ -41,6 +43,8 @@ class Detokenizer:
         return not self._decode(self.ids[self.start :])
 
     def _add(self, token: int) -> str:
+        if token in self._without_text:  # a long run of them would be decoded again at each
+            return ""
         self.ids.append(token)
         text = self._pending()
         return "" if not text or text.endswith(UNFINISHED) else self._show(text)

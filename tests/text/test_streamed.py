@@ -63,6 +63,22 @@ def test_a_stop_string_may_be_a_special_token() -> None:
     assert special_tokens(tokenizer, ["END"]) == special_tokens(tokenizer, []) == frozenset()
 
 
+def test_special_tokens_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that may not end writes nothing else, and one thread writes the texts of a server."""
+    tokenizer, decoded = tiny_tokenizer(special=40), 0
+    decode = tokenizer.decode
+
+    def counted(ids: list[int], **options: Any) -> Any:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    written = StreamedText(tokenizer, ["END"])
+    assert written.add([*ids_of("ab"), *[40] * 300, *ids_of("c")]) == [Piece("abc")]
+    assert written.tokens == 303 and decoded < 3 * 303
+
+
 class Bytes:
     """A tokenizer whose tokens are these pieces of bytes."""
 
