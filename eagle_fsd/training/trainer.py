@@ -301,7 +301,7 @@ class Trainer:
         """Write one record to the run's log and to its trackers."""
         if self.accelerator.is_main_process:
             append_row(self.folder / LOG, record)
-            self.accelerator.log(flatten(record), step=self.step)
+            self.accelerator.log(flatten(record), step=record["step"])
 
     def save(self) -> None:
         """Write the checkpoint that `resume` reads."""

@@ -69,7 +69,10 @@ def test_batches_made_ahead_change_no_loss(tmp_path: Path, accumulate: int) -> N
     plain.run()
     ahead = trainer_for(tmp_path / "ahead", config)
     ahead.ahead, ahead.report_every = 2, 5
+    tracked: list[tuple[int, bool]] = []
+    ahead.accelerator.log = lambda record, step: tracked.append((step, "loss" in record))
     ahead.run()
+    assert tracked == [(record["step"], "loss" in record) for record in read_log(tmp_path / "ahead")]
     assert not threads()
     untimed = [
         [{name: value for name, value in record.items() if name != "seconds"} for record in read_log(folder)]
