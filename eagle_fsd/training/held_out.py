@@ -67,7 +67,7 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
     learned. Nothing is drafted across an answer's end, so what comes after it does not count.
     top1, top8 (top k): the share of the drafts that reach step d in which the target's greedy token is the
     draft's best, or among its best k.
-    chain: the same for top 1, given that every earlier step of the draft was right.
+    chain: the same for top 1, of the drafts whose earlier steps were all right and in the text.
     chain_tau: expected tokens per step of a chain draft of this depth, the target's own token included. It is
     a lower bound of what a tree gets.
     chain8_tau: the same for best-k sets, an upper bound for trees of that width.
@@ -75,6 +75,7 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
     depth = held_out.depth
     hits = torch.zeros(3, depth)  # top1, topk, positions
     reached = torch.zeros(3, depth)  # chains still right: top1, topk; all drafts
+    arrived = torch.zeros(depth)  # chains that were right before
     for sequence, greedy in zip(held_out.sequences, held_out.greedy, strict=True):
         if len(sequence.tokens) < 3:
             continue
@@ -94,6 +95,7 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
             top = torch.stack((right[:, 0], right.any(-1)))  # [2, N]
             hits[:2, step] += top.sum(1).cpu()
             hits[2, step] += len(where)
+            arrived[step] += int(alive[0, where].sum())
             alive_here = torch.zeros_like(alive)
             alive_here[:, where] = top & alive[:, where]
             alive = alive_here
@@ -104,12 +106,11 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
             followed[:-1] = sequence.tokens[2:] == goal[:-1]
             alive = alive & followed
     share = reached[:2] / reached[2].clamp_min(1)
-    before = torch.cat((torch.ones(2, 1), share[:, :-1]), dim=1)
     rounded = lambda values: [round(float(value), 4) for value in values]  # noqa: E731
     return {
         "top1": rounded(hits[0] / hits[2].clamp_min(1)),
         f"top{k}": rounded(hits[1] / hits[2].clamp_min(1)),
-        "chain": rounded(share[0] / before[0].clamp_min(1e-9)),
+        "chain": rounded(reached[0] / arrived.clamp_min(1)),
         "chain_tau": round(1 + float(share[0].sum()), 4),
         f"chain{k}_tau": round(1 + float(share[1].sum()), 4),
         "positions": int(hits[2, 0]),

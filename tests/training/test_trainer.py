@@ -443,7 +443,7 @@ def test_chains_equal_a_plain_count() -> None:
             return torch.where(tokens[..., None] % 5 == 0, world()[(tokens + 1) % VOCAB], world()[tokens])
 
     head = Forgetful()
-    drafts = [0] * depth
+    drafts, arrived = [0] * depth, [0] * depth
     hits, alive = ([[0] * depth, [0] * depth] for _ in range(2))  # top 1, top k
     for one, goal in zip(data, greedy, strict=True):
         steps = unroll(head, one.features[None, :-1], F.embedding(one.tokens[None, 1:], lm_head()), depth)
@@ -456,6 +456,7 @@ def test_chains_equal_a_plain_count() -> None:
                 if at > last or not one.learn[at]:
                     break
                 drafts[step] += 1
+                arrived[step] += lives[0]
                 for which, wide in enumerate((1, k)):
                     right = int(goal[at]) in best[step][at - 1][:wide]
                     hits[which][step] += right
@@ -470,11 +471,32 @@ def test_chains_equal_a_plain_count() -> None:
     for which, name in enumerate(("top1", "top2")):
         wanted = [count / of for count, of in zip(hits[which], drafts, strict=True)]
         assert result[name] == pytest.approx(wanted, abs=1e-4)
-    wanted = [now / before for now, before in zip(share[0], [1.0, *share[0]], strict=False)]
+    wanted = [now / before for now, before in zip(alive[0], arrived, strict=True)]
     assert result["chain"] == pytest.approx(wanted, abs=1e-4)
     assert result["chain_tau"] == pytest.approx(1 + sum(share[0]), abs=1e-3)
     assert result["chain2_tau"] == pytest.approx(1 + sum(share[1]), abs=1e-3)
     assert result["positions"] == drafts[0]
+
+
+def test_no_draft_is_right_more_often_than_it_is_made() -> None:
+    """Where the drafts that end early are the wrong ones, a ratio of two depths' shares would be above 1."""
+
+    class Improving(Oracle):
+        """At the first drafting step right after the first token alone, later always."""
+
+        steps = 0
+
+        def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: object) -> Tensor:
+            self.steps += 1
+            right = super().forward(features, embeddings, positions, attend)
+            return torch.where((positions[..., None] > 0) & (self.steps == 1), -right, right)
+
+    one = sequences(1)[0]
+    one = FeatureSequence(one.tokens[:4], torch.tensor([False, True, True, True]), one.features[:4])
+    named = partial(best_tokens, readout=Readout(lm_head()))
+    result = evaluate(Improving(), HeldOut([one], [(3 * one.tokens + 1) % VOCAB], named, 3), lm_head())
+    assert result["top1"] == [0.3333, 1.0, 1.0]  # of three drafts, then of two, then of the first one alone
+    assert result["chain"] == [0.3333, 1.0, 1.0]
 
 
 def test_held_out_tokens_are_a_float32_argmax() -> None:
