@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.evaluation.analysis.bootstrap import Estimate
 from eagle_fsd.evaluation.analysis.frontier import Placed, Quality, placed, speed_title, undominated
-from eagle_fsd.evaluation.analysis.points import Panel, Point
+from eagle_fsd.evaluation.analysis.points import Panel, Point, titles_apart
 from eagle_fsd.files.atomic import atomic_path
 
 if TYPE_CHECKING:
@@ -59,9 +59,10 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     places = list(figure.subplots(lines, columns, squeeze=False).flat)
     families = sorted({one.family for panel, _ in drawn for one in panel.points if not one.is_lossless})
     handles: dict[str, Any] = {}
-    for axes, (panel, points) in zip(places, drawn, strict=False):
+    titled = titles_apart([panel for panel, _ in drawn])
+    for axes, title, (_, points) in zip(places, titled, drawn, strict=False):
         best = undominated([point for point, _, _ in points], quality, speed)
-        draw_panel(axes, panel, points, best, families)
+        draw_panel(axes, title, points, best, families)
         axes.set(ylabel=f"{quality.title}{lost} (up is better)", xlabel=speed_title(speed))
         shown, titles = axes.get_legend_handles_labels()
         handles |= dict(zip(titles, shown, strict=True))
@@ -84,11 +85,11 @@ def style(number: int) -> Mapping[str, Any]:
 
 
 def draw_panel(
-    axes: Axes, panel: Panel, points: Sequence[Placed], best: Sequence[Point], families: Sequence[str]
+    axes: Axes, title: str, points: Sequence[Placed], best: Sequence[Point], families: Sequence[str]
 ) -> None:
     """Draw a line for each family with its intervals, fill the best markers, name the last rule of each."""
     # A set of several files has a long name; breaks may only come between its parts.
-    title = "\n".join(textwrap.wrap(panel.title.replace("+", " + "), 48, break_long_words=False))
+    title = "\n".join(textwrap.wrap(title.replace("+", " + "), 48, break_long_words=False))
     axes.set_title(title.replace(" + ", "+").replace(" +", "+"), fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)

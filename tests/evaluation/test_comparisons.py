@@ -93,3 +93,22 @@ def test_what_predicts_a_score_is_found() -> None:
     assert score_predictors(panel_of(base, *rules[:3]), HOW) == {}
     assert predictors_table(panel_of(base, *rules[:3]), HOW) == []
     assert score_predictors(panel_of(*rules), HOW) == {}
+
+
+def test_a_weighted_score_is_weighted_where_it_is_predicted() -> None:
+    """As in the table of quality: the correlation is that of the differences which stand there."""
+    random = np.random.default_rng(0)
+    cells = [cell_rows(LOSSLESS, Truth(), 20)]
+    cells += [cell_rows(fuzzy(tv), Truth(tv=tv), 20) for tv in (0.05, 0.1, 0.2, 0.3)]
+    for cell in cells:
+        for row in cell:
+            row["scores"] = {
+                "instruction_strict": random.random(),
+                "instructions": 1.0 + int(row["sample"]) % 3,
+            }
+    panel = panel_of(*cells)
+    changes = [[point.changes[name].difference.value for point in panel.points[1:]] for name in
+               ("score:instruction_strict", "law_tv")]  # fmt: skip
+    found = score_predictors(panel, HOW)
+    assert list(found) == ["instruction_strict"]
+    assert found["instruction_strict"]["law_tv"].value == pytest.approx(np.corrcoef(*changes)[0, 1])

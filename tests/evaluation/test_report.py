@@ -96,6 +96,22 @@ def test_winners_at_a_glance(tmp_path: Path, no_plots: None) -> None:
     assert " to " in cells[4] and cells[4].endswith(")")
 
 
+def test_samplings_of_one_temperature_are_told_apart(tmp_path: Path, no_plots: None) -> None:
+    rows = few(12)
+    for number, other in enumerate(({"top_p": 1.0, "top_k": 0}, {"min_p": 0.1})):
+        rows += [
+            {**row, "key": f"{number}{row['key']}", "sampling": {**row["sampling"], **other}}
+            for row in few(12)
+        ]
+    text = written(rows, tmp_path, ["log_p"], TAU)
+    details = [line.removesuffix(".") for line in text.splitlines() if line.startswith("Version 1")]
+    assert len(set(details)) == len(details) == 3
+    glance = text[: text.index("###")].splitlines()
+    for one in details:
+        line = f"| ifeval, temperature 0.6, {one.lower()} | js 0.2 hybrid: "
+        assert sum(each.startswith(line) for each in glance) == 1, line
+
+
 def test_models_and_trees_become_sections(tmp_path: Path, no_plots: None) -> None:
     wide = {"total_tokens": 60, "depth": 6, "top_k": 10}
     rows = [*few(4), *cell_rows(LOSSLESS, Truth(), 4, tree=wide)]

@@ -86,6 +86,11 @@ def score(name: str, weight: str | None = None) -> Measure:
     return Measure(name, parts)
 
 
+def score_weights(task: str) -> Mapping[str, str]:
+    """Return by which scores a task's scores are weighted; none of a task that is not ours."""
+    return TASKS[task].weights if task in TASKS else {}
+
+
 def paired(*sides: Sequence[Row]) -> list[tuple[Row, ...]]:
     """Put together the rows of a sample and seed that every side has, in the order of samples and seeds."""
     found = [{(row.sample, row.seed): row for row in side} for side in sides]
@@ -160,7 +165,17 @@ class Panel:
         words = [f"version {self.row.version}"]
         words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
         words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        words += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
         return ", ".join([*words, f"at most {self.row.max_new_tokens} new tokens"])
+
+
+def titles_apart(panels: Sequence[Panel]) -> list[str]:
+    """Return the panels' titles, with the details of those whose title is another one's too."""
+    titles = [panel.title for panel in panels]
+    return [
+        title if titles.count(title) == 1 else f"{title}, {panel.details}"
+        for panel, title in zip(panels, titles, strict=True)
+    ]
 
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
@@ -191,7 +206,7 @@ def panel_of(rows: Sequence[Row], how: Bootstrap) -> Panel:
                     "in between; report them apart"
                 )
     lossless = next((some for some in rules.values() if some[0].rule["name"] == LOSSLESS), [])
-    weights = TASKS[task].weights if task in TASKS else {}  # none of a task that is not ours
+    weights = score_weights(task)
     names = dict.fromkeys(name for row in rows for name in row.scores if name not in weights.values())
     measures = MEASURES | {SCORE + name: score(name, weights.get(name)) for name in names}
     points = [point_of(measures, members, lossless, how) for members in rules.values()]

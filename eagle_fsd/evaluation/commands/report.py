@@ -36,6 +36,8 @@ from eagle_fsd.evaluation.analysis.points import (
     machine,
     panels,
     score,
+    score_weights,
+    titles_apart,
 )
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
@@ -156,10 +158,10 @@ def section(
         plot = folder / f"frontier_{quality.name}{suffix}.png"
         if plot_frontier(members, quality, speed, plot):
             text += ["", f"![{quality.title} against {speed_title(speed)}]({plot.name})"]
-        best = {panel.title: winners(panel.points, quality, speed) for panel in members}
+        best = [winners(panel.points, quality, speed) for panel in members]
         lines = [
             [title, *(f"{point.label}: {speedup(point, speed):.2f}" for point in points)]
-            for title, points in best.items()
+            for title, points in zip(titles_apart(members), best, strict=True)
             if points
         ]
         titles = [f"at most {quality.amount(level)}" for level in LOSSES]
@@ -215,7 +217,9 @@ def score_predictors(panel: Panel, how: Bootstrap) -> dict[str, dict[str, Estima
     points = [one for one in panel.points if lossless and one.pairs == lossless.samples == one.samples]
     if lossless is None or len(points) < FEWEST:
         return {}
-    measures = {name: MEASURES[name] for name in PREDICTORS} | {name: score(name) for name in panel.scores}
+    weights = score_weights(panel.row.task)
+    measures = {name: MEASURES[name] for name in PREDICTORS}
+    measures |= {name: score(name, weights.get(name)) for name in panel.scores}
     drawn = {name: drawn_by_rule([*points, lossless], measure, how) for name, measure in measures.items()}
     changed = {name: one[:, :-1] - one[:, -1:] for name, one in drawn.items() if not np.isnan(one[0]).any()}
     samples, known = len({row.sample for row in lossless.rows}), [one for one in PREDICTORS if one in changed]
