@@ -176,7 +176,7 @@ class HeadAdapter:
         started = time.monotonic()
         learned = self._sort_in()
         if not learned or not self._held_back:
-            self._memory.extend(learned)
+            self._remember(learned)
             return None
         tokens = self._learn(learned)
         chains = [self._chain(self._copy, one.text) for one in self._held_back]
@@ -240,9 +240,7 @@ class HeadAdapter:
         share = self.config.replay / (1 - self.config.replay)
         replayed = self._random.sample(list(self._memory), min(len(self._memory), round(len(new) * share)))
         lesson = [*new, *replayed]
-        self._memory.extend(new)
-        while sum(len(one.tokens) for one in self._memory) > self.config.memory:
-            self._memory.popleft()
+        self._remember(new)
         if self._optimizer is None:
             self._optimizer = HeadOptimizer(self._copy, 0.0, input_sizes(lesson, self._embedding))
         learned = [int(one.learn.sum()) for one in lesson]
@@ -261,6 +259,12 @@ class HeadAdapter:
         if math.isfinite(total + norm.item()):
             self._optimizer.step(self.config.learning_rate)
         return sum(learned)
+
+    def _remember(self, texts: list[FeatureSequence]) -> None:
+        """Keep texts for replay, and drop the oldest ones beyond the most tokens."""
+        self._memory.extend(texts)
+        while sum(len(one.tokens) for one in self._memory) > self.config.memory:
+            self._memory.popleft()
 
     def _chain(self, head: DraftHead, text: HeldOut) -> float:
         """Return the expected tokens per step of a chain of drafts on a held-back text."""

@@ -176,11 +176,13 @@ def test_held_back_texts_are_never_learned_from(texts: Texts) -> None:
     assert not held_back & learned
 
 
-def test_the_memory_is_bounded(texts: Texts) -> None:
-    adapter = HeadAdapter(engine(), AdaptConfig(every=40, memory=100, kept=1))
+@pytest.mark.parametrize("held_back", [4, 1000])
+def test_the_memory_is_bounded(texts: Texts, held_back: int) -> None:
+    """Also while no text is held back, and texts are only collected."""
+    adapter = HeadAdapter(engine(), AdaptConfig(every=40, memory=100, kept=1, held_back=held_back))
     teach(adapter, texts)
-    assert sum(len(one.tokens) for one in adapter._memory) <= 100
-    assert len(adapter._held_back) == 1 and adapter._texts == 8
+    assert 0 < sum(len(one.tokens) for one in adapter._memory) <= 100
+    assert len(adapter._held_back) == (held_back == 4) and adapter._texts == 8
 
 
 def test_what_waits_is_learned_in_parts_and_is_bounded(texts: Texts) -> None:
