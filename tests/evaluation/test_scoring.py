@@ -127,18 +127,20 @@ def test_the_file_itself_is_replaced_as_a_whole(data: Path, tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize("name", ["read_jsonl", "score_rows"])
 def test_a_file_that_grows_meanwhile_is_not_replaced(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Also where the row comes right after the last one is read: it would be lost."""
     path = write(tmp_path / "rows.jsonl", ROWS)
-    score = scoring.score_rows
+    work = getattr(scoring, name)
 
-    def grow(*arguments: Any) -> Any:
-        yield from score(*arguments)
+    def grow(*arguments: Any, **options: Any) -> Any:
+        yield from work(*arguments, **options)
         with path.open("a") as file:
             file.write(json.dumps(ROWS[0]) + "\n")
 
-    monkeypatch.setattr(scoring, "score_rows", grow)
+    monkeypatch.setattr(scoring, name, grow)
     with pytest.raises(ValueError, match=r"rows.jsonl: has grown meanwhile"):
         score_file(path, path, data)
     assert len(read(path)) == len(ROWS) + 1 and "scores" not in path.read_text()

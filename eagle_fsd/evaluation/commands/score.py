@@ -67,8 +67,8 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row
     """Score a file into another, or itself, as a whole. Raises ValueError for one that grows meanwhile."""
     if output.suffix == ".gz":
         raise ValueError(f"{output}: scored rows are written uncompressed; name an output without .gz")
+    size = source.stat().st_size if source.is_file() else 0  # first: a row may come while they are read
     rows = [row for _, row in read_jsonl(source, torn=True)]
-    size = source.stat().st_size
     scored = list(tqdm(score_rows(rows, path, str(source)), total=len(rows), desc="scoring", unit="row"))
     if source.stat().st_size != size:
         raise ValueError(f"{source}: has grown meanwhile; score it when its run has ended")
