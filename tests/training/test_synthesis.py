@@ -546,6 +546,16 @@ def test_a_template_that_refuses_a_system_message_is_named(monkeypatch: pytest.M
         user_opening(tokenizer, None)
 
 
+def test_prompts_of_scripts_without_spaces_are_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["天空为什么是蓝色的", "空はなぜ青いの", "ทำไมฟ้าสีฟ้า", "Why so?", "Hi  you there", "你好", "Hello"]
+    rows = [{"number": place, "complete": True, "prompt": text} for place, text in enumerate(texts)]
+    monkeypatch.setattr(conversations, "fill", lambda *_: rows)
+    found = self_prompts(target_of("llama"), LetterTokenizer(), len(rows), PLAN, tmp_path / "own.jsonl")
+    assert found == ["天空为什么是蓝色的", "空はなぜ青いの", "ทำไมฟ้าสีฟ้า", "Hi  you there"]
+
+
 def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:
     tokenizer, path = LetterTokenizer(), tmp_path / "own.jsonl"
     opening = user_opening(tokenizer, system="S")

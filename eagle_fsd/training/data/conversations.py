@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from eagle_fsd.files.fingerprints import differences, digest_json, respelled
 from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
-from eagle_fsd.training.data.examples import MARK, turns_of
+from eagle_fsd.training.data.examples import MARK, UNSPACED, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 # For prompts that the target writes itself. top_k avoids sorting most of a large vocabulary.
 PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
 LONGEST_OWN_PROMPT = 128
+SHORTEST_OWN_PROMPT = 3  # words; of scripts without spaces every character counts as one
+WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 LEFT_OUT = "left_out"
 DRAWS = "seed, number"  # what names the stream that a row is drawn from
 
@@ -89,7 +92,7 @@ def self_prompts(
 ) -> list[str]:
     """Let the target write prompts in the user's place (Magpie, arXiv 2406.08464), into the file `path`.
 
-    Of `count` attempts, those are returned that ended and that are not repetitions.
+    Of `count` attempts, those are returned that ended, have a few words and are not repetitions.
     """
     if count <= 0:
         return []
@@ -113,8 +116,8 @@ def self_prompts(
         lambda answer: {"prompt": tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()},
     )
     asked = [row for row in rows if row["number"] < count]  # the file may have more than are wanted now
-    prompts = [row["prompt"] for row in asked if row["complete"] and len(row["prompt"].split()) > 2]
-    return list(dict.fromkeys(prompts))
+    prompts = dict.fromkeys(row["prompt"] for row in asked if row["complete"])
+    return [prompt for prompt in prompts if len(WORD.findall(prompt)) >= SHORTEST_OWN_PROMPT]
 
 
 # --- answers ---
