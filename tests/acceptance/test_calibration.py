@@ -726,7 +726,7 @@ def test_the_script_writes_and_installs(
     monkeypatch.setattr(sweep, "encode_as_trained", lambda _, messages: [len(messages[0]["content"]), 7, 8])
     monkeypatch.setattr(script, "load_engine", lambda _: model)
     argv = f"--prompts {tmp_path}/prompts_a.jsonl {tmp_path}/prompts_b.jsonl --limit 3"
-    argv += " --quality-budget 0.3 0.1 --price 0 1 --cost kl --child draft target"
+    argv += " --quality-budget 0.3 0.1 0.3 --price 0 1 --cost kl --child draft target"
     argv += f" --divergence js --tree 6/2/3 --max-new-tokens 6 --splits 2 --install --output {tmp_path}/out"
     script.main(argv.split())
     printed = capsys.readouterr().out

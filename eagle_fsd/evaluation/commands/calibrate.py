@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         made = {**provenance(engine.device), "weight_format": engine.weight_format}
         work = search.Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
         device = arguments.for_device or device_kind(engine.device.type)
-        budgets = sorted(arguments.quality_budget)
+        budgets = sorted(set(arguments.quality_budget))
         calibration, trials = search.calibrate(work, kinds, budgets, arguments.splits, device)
         write_calibrations(arguments.output / FILE, [calibration])
         if trials:
