@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -78,13 +79,16 @@ def test_what_is_not_a_server_or_not_installed_is_a_line(tmp_path: Path) -> None
 
 
 def test_a_stopped_race_goes_on_with_its_own_rows_only(tmp_path: Path) -> None:
-    setting = {"max_new_tokens": 5, "prompts": 2, "flags": [], "base_model": "m"}
+    arguments = argparse.Namespace(max_new_tokens=5, flags=[], base_model="m")
+    setting = race_command.setting_of(arguments, ["a", "b"])
     file = tmp_path / "rows.jsonl"
     assert race_command.kept_rows(file, setting) == []
     file.write_text("".join(json.dumps({**row, **setting}) + "\n" for row in ROWS) + '{"torn')
     assert len(race_command.kept_rows(file, setting)) == 3
     with pytest.raises(ValueError, match=r"rows of another race \(max_new_tokens"):
         race_command.kept_rows(file, {**setting, "max_new_tokens": 6})
+    with pytest.raises(ValueError, match=r"rows of another race \(asked was"):
+        race_command.kept_rows(file, race_command.setting_of(arguments, ["a", "c"]))
 
 
 def test_the_table_and_the_plot_are_written(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from eagle_fsd.evaluation.serving.peers import (
 from eagle_fsd.evaluation.serving.processes import Server, free_port, started
 from eagle_fsd.evaluation.serving.race import heat, row_of
 from eagle_fsd.evaluation.serving.race_report import plot, same_texts, table
-from eagle_fsd.files.fingerprints import differences
+from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
@@ -70,12 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = choose(peers(file, stock_model, arguments.flags, *pythons), arguments.servers)
         prompts = all_prompts(arguments)
         rows_file = arguments.output / "rows.jsonl"
-        setting = {
-            "max_new_tokens": arguments.max_new_tokens,
-            "prompts": len(prompts),
-            "flags": arguments.flags,
-            "base_model": arguments.base_model,
-        }
+        setting = setting_of(arguments, prompts)
         rows = kept_rows(rows_file, setting)
         if {TRANSFORMERS, CONTINUOUS} & set(chosen):
             arguments.output.mkdir(parents=True, exist_ok=True)
@@ -106,6 +101,17 @@ def choose(known: Mapping[str, Peer], names: Sequence[str]) -> dict[str, Peer]:
     for name in names:
         require_peer(name, known[name])
     return {name: known[name] for name in names}
+
+
+def setting_of(arguments: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
+    """Return what all rows of a race share. asked: a digest of the prompts."""
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "prompts": len(prompts),
+        "asked": digest_json(list(prompts)),
+        "flags": arguments.flags,
+        "base_model": arguments.base_model,
+    }
 
 
 def kept_rows(file: Path, setting: Mapping[str, Any]) -> list[dict[str, Any]]:
