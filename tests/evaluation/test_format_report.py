@@ -29,6 +29,7 @@ from eagle_fsd.evaluation.weight_formats.passes import (
     read_as_trees,
     read_at_once,
 )
+from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -140,13 +141,16 @@ class World:
         monkeypatch.setattr(passes, "prompt_ids", lambda _, one: ids_of(one.text))
         monkeypatch.setattr(script, "in_own_process", lambda work, *given: work(*given))
         tiny_model().save_pretrained(folder / "target")
-        self.target = folder / "target"
+        save_head(tiny_head(), folder / "head")
+        self.target, self.head = folder / "target", folder / "head"
 
     def write(self, *prompts: str) -> None:
         self.file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
 
     def run(self, more: str = "--formats torch/float32 torch/bfloat16") -> list[dict[str, Any]]:
-        given = f"--base-model {self.target} --prompts {self.file} --output {self.rows}"
+        given = (
+            f"--base-model {self.target} --ea-model {self.head} --prompts {self.file} --output {self.rows}"
+        )
         script.main(f"{given} --max-new-tokens 12 --tree 6/3/2 {more}".split())
         return [json.loads(line) for line in self.rows.read_text().splitlines()]
 
@@ -201,6 +205,19 @@ def test_a_run_that_was_stopped_goes_on(world: World) -> None:
     assert len(world.run("--formats torch/float32 --limit 1 --max-new-tokens 5")) == len(rows) + 6
 
 
+def test_rows_of_other_weights_are_not_taken_up(world: World) -> None:
+    """A head that was trained on, or another target, in the same folder, is measured anew."""
+    few = "--formats torch/float32 --limit 1"
+    assert len(world.run(few)) == 2
+    save_head(tiny_head(seed=9), world.head)
+    assert len(world.run(few)) == 4
+    tiny_model(seed=9).save_pretrained(world.target)
+    assert len(world.run(few)) == len(world.run(few)) == 6
+    world.target, world.head = (path.rename(f"{path}-moved") for path in (world.target, world.head))
+    keys = {script.digest_models(str(world.target), str(head)) for head in (world.head, "none")}
+    assert len(keys) == 2
+
+
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
@@ -224,7 +241,7 @@ def test_packed_is_left_out_unless_there_is_a_gguf_file(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "is_installed", lambda: True)
-    given = {"base_model": str(world.target), "ea_model": None, "formats": None, "tree": "16/5/8"}
+    given = {"base_model": str(world.target), "ea_model": str(world.head), "formats": None, "tree": "16/5/8"}
     given |= {"max_new_tokens": 64, "output": world.rows}
     jobs = script.jobs_of(argparse.Namespace(**given))
     assert [job.name for job in jobs] == [name for name in script.USUAL if name != "openvino/packed"]

@@ -22,6 +22,7 @@ import numpy as np
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.drafting.drafter import NO_HEAD
 from eagle_fsd.evaluation.cli import add_prompts, check_sizes, parsed, plain_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.prompt_sets import prompts_of, set_name
@@ -40,15 +41,19 @@ from eagle_fsd.evaluation.weight_formats.passes import (
     in_own_process,
     read_answers,
 )
+from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import drop_torn_line
 from eagle_fsd.files.places import require_file
 from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
-from eagle_fsd.hub.resolve import DEFAULT_TARGET, resolve_target
+from eagle_fsd.hub.head_digest import head_digests
+from eagle_fsd.hub.kept.weights_cache import digest_file
+from eagle_fsd.hub.resolve import DEFAULT_TARGET, resolve_head, resolve_target
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, PACKED
 
 REFERENCE = f"{TORCH}/{FLOAT32}"
 KNOWN = (REFERENCE, f"{TORCH}/{BFLOAT16}", *(f"{OPENVINO}/{name}" for name in FORMATS))
 USUAL = (REFERENCE, *KNOWN[2:])
+WEIGHTS = ("*.safetensors", "*.bin", "config.json")  # of a target's folder
 LIMIT = 5  # prompts of a file, where none is given
 
 
@@ -94,15 +99,27 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     source = resolve_target(arguments.base_model, weights=False)
     gguf = source.gguf_file is not None
     wanted = arguments.formats or [name for name in USUAL if gguf or not name.endswith(PACKED)]
+    models = (arguments.base_model, arguments.ea_model)
     jobs = []
     for name in dict.fromkeys((REFERENCE, *wanted)):
         require_choice("format", name, KNOWN)
         runtime, weight_format = name.split("/")
         plan_runtime(runtime, weight_format, None, CPU, False, gguf)
-        models, tree = (arguments.base_model, arguments.ea_model), str(TreeConfig.parse(arguments.tree))
-        how = (tree, arguments.max_new_tokens, arguments.output)
+        how = (str(TreeConfig.parse(arguments.tree)), arguments.max_new_tokens, arguments.output)
         jobs.append(Job(runtime, weight_format, *models, *how))
-    return jobs
+    digest = digest_models(*models)  # last: it reads all weights
+    return [replace(job, models=digest) for job in jobs]
+
+
+def digest_models(base_model: str, ea_model: str | None) -> str:
+    """Return a digest of the files of target and head, whatever they are called."""
+    source = resolve_target(base_model)
+    if source.gguf_file is not None:
+        files = [source.folder / source.gguf_file]
+    else:
+        files = sorted(path for name in WEIGHTS for path in source.folder.glob(name))
+    head = None if ea_model == NO_HEAD else head_digests(resolve_head(ea_model, source.name).file)
+    return digest_json([digest_file(path) for path in files], head)
 
 
 def questions_of(paths: Iterable[Path], skip: int, limit: int | None) -> list[Question]:

@@ -57,7 +57,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Job:
-    """A weight format on a runtime, and how it is measured. output: JSONL of rows."""
+    """A weight format on a runtime, and how it is measured.
+
+    output: JSONL of rows. models: a digest of the files of target and head.
+    """
 
     runtime: str
     weight_format: str
@@ -66,6 +69,7 @@ class Job:
     tree: str
     max_new_tokens: int
     output: Path
+    models: str = ""
 
     @property
     def name(self) -> str:
@@ -73,7 +77,7 @@ class Job:
 
     def settings(self) -> Row:
         """Return what every row of this job says of it."""
-        names = ("runtime", "weight_format", "base_model", "ea_model", "tree", "max_new_tokens")
+        names = ("runtime", "weight_format", "base_model", "ea_model", "models", "tree", "max_new_tokens")
         return {name: getattr(self, name) for name in names}
 
     def key(self, measure: str, question: Question) -> str:
