@@ -108,6 +108,9 @@ def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     script.main([])
     printed = capsys.readouterr().out  # the tiny target has 256 positions
     assert "| 128 | 16 | " in printed and "| 256 | " not in printed
+    monkeypatch.setattr(script, "CONTEXTS", (256, 1024))  # as for a target that has no room for any
+    script.main(["--nodes", "4"])
+    assert "| 255 | 4 | " in capsys.readouterr().out
     for wrong, complaint in (
         ("--context 0", "context is 0"),
         ("--nodes 0", "nodes is 0"),

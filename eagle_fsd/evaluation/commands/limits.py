@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(
                 f"context is {longest}: the target has {most + 1} positions; {most} is the longest for it"
             )
-        contexts = arguments.context or [context for context in CONTEXTS if context <= most]
+        contexts = arguments.context or [context for context in CONTEXTS if context <= most] or [most]
         here, made = machine(engine.device, engine.dtype), provenance(engine.device)
         say(
             f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
