@@ -71,6 +71,8 @@ def test_the_table_weighs_sets_by_their_steps() -> None:
     ]
     cells = tau.summed_up(rows)
     assert [cell["prompt_count"] for cell in cells] == [1, 2, 1, 1, 1, 1]
+    (later,) = tau.summed_up([{**rows[0], "sample": number} for number in ("22", "20", "21")])
+    assert (later["prompt_count"], later["skipped"]) == (3, 20)
     lines = tau.table(cells).splitlines()
     assert lines[0] == (
         "| tree | temperature | divergence | mode | child | T | a | b | all | vs lossless | fuzzy / step |"

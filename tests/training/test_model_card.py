@@ -83,12 +83,14 @@ def made(runs: Path, head: DraftHead) -> Path:
 
 
 def rows_of(runs: Path, *changes: dict[str, Any]) -> None:
-    """Write a row of the head for each of these changes."""
+    """Write a row of the head for each of these changes; those of one key are of samples 0, 1, ..."""
     of_head = {
         "head": head_digests(runs / "head" / "model.safetensors"),
         "draft_vocab_size": json.loads((runs / "head" / "config.json").read_text()).get("draft_vocab_size"),
     }
-    rows = [ROW | of_head | {"sample": str(number)} | change for number, change in enumerate(changes)]
+    keys = [change.get("key", ROW["key"]) for change in changes]
+    samples = [str(keys[:place].count(key)) for place, key in enumerate(keys)]
+    rows = [ROW | of_head | {"sample": one} | change for one, change in zip(samples, changes, strict=True)]
     (runs / "tau.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -276,6 +278,10 @@ def test_the_card_says_only_what_holds_for_all_its_rows(runs: Path, monkeypatch:
     assert "on the first 2 prompts of own, 1 prompts of chat, 64 new tokens, bfloat16;" in text
     assert "| 16/5/8 | 0 |" in text and "| 60/6/10 | 0 |" in text
     assert f"{ROW['command']}\nanother\n```" in text
+    rows_of(runs, {"sample": "21"}, {"sample": "20"})
+    run(runs, monkeypatch, "--dry-run")
+    text = (runs / "out" / "README.md").read_text()
+    assert "on 2 prompts of each set, behind the first 20, 64 new tokens, bfloat16;" in text
 
 
 def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(

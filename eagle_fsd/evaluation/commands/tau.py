@@ -81,14 +81,19 @@ def head_of(engine: EagleFSD) -> dict[str, Any]:
 
 
 def summed_up(answers: Iterable[Row]) -> list[dict[str, Any]]:
-    """Sum the answers of each cell: a set of prompts under one rule, sampling and tree."""
+    """Sum the answers of each cell: a set of prompts under one rule, sampling and tree.
+
+    skipped: the prompts of the set before the first one that was answered.
+    """
     cells: dict[str, dict[str, Any]] = {}
     for row in answers:
         rule = {name: row["rule"].get(name) for name in ("divergence", "mode", "child")}
         start = {**row, **rule, **dict.fromkeys(COUNTS, 0), "threshold": row["rule"].get("threshold", 0.0)}
-        start |= {"prompts": row["task"].removeprefix(PROMPTS), "prompt_count": 0}
+        number = int(sample) if (sample := str(row.get("sample"))).isdecimal() else 0
+        start |= {"prompts": row["task"].removeprefix(PROMPTS), "prompt_count": 0, "skipped": number}
         cell = cells.setdefault(row["key"], start)
         cell["prompt_count"] += 1
+        cell["skipped"] = min(cell["skipped"], number)
         for name in COUNTS:
             cell[name] += row[name]
     return list(cells.values())

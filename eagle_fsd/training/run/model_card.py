@@ -132,20 +132,24 @@ class Card:
         first = self.taus[0]
         commands = "\n".join(dict.fromkeys(public_command(row["command"]) for row in self.taus))
         return (
-            "tau, tokens emitted per step of the target, its own token included, on the first "
+            "tau, tokens emitted per step of the target, its own token included, on "
             f"{self._prompts()}, {first['max_new_tokens']} new tokens, {first.get('dtype', 'float32')}; a "
             f"tree is total_tokens / depth / top_k:\n\n{self.table}\n\n```bash\n{commands}\n```"
         )
 
     def _prompts(self) -> str:
-        """Say how many prompts were measured, for each set if the numbers differ."""
+        """Say which prompts were measured, and how many, for each set if the numbers differ."""
+        skipped = sorted({row["skipped"] for row in self.taus})
+        which, behind = "the first ", ""
+        if skipped != [0]:
+            which, behind = "", f", behind the first {' or '.join(map(str, skipped))}"
         counts: dict[str, list[int]] = {}
         for row in self.taus:
             counts.setdefault(row["prompts"], []).append(row["prompt_count"])
         texts = {name: " or ".join(map(str, sorted(set(found)))) for name, found in counts.items()}
         if len(set(texts.values())) == 1:
-            return f"{next(iter(texts.values()))} prompts of each set"
-        return ", ".join(f"{text} prompts of {name}" for name, text in texts.items())
+            return f"{which}{next(iter(texts.values()))} prompts of each set{behind}"
+        return which + ", ".join(f"{text} prompts of {name}" for name, text in texts.items()) + behind
 
     def _trained(self) -> str:
         run = self.training
