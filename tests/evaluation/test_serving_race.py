@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ pytest.importorskip("prometheus_client", reason='this needs an extra: pip instal
 from support.serving import running, settings
 from support.tiny_engine import tiny_engine
 
+from eagle_fsd.evaluation.serving import peers as server_peers
 from eagle_fsd.evaluation.serving import race_command
 from eagle_fsd.evaluation.serving.client import Client
 from eagle_fsd.evaluation.serving.peers import LLAMA, OURS, Peer, peers, require_peer
@@ -76,6 +79,28 @@ def test_what_is_not_a_server_or_not_installed_is_a_line(tmp_path: Path) -> None
         race_command.choose(known, [LLAMA])
     words = known[OURS].command(5)
     assert words[-2:] == ["--max-rows", "8"] and "5" in words and str(tmp_path / "a.gguf") in words
+
+
+def test_a_folder_of_weights_that_is_there_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops the race while the weights are unpacked leaves no half of them for the next one."""
+
+    class Saved:
+        def save_pretrained(self, place: Path | str) -> None:
+            Path(place).mkdir(exist_ok=True)
+            (Path(place) / "config.json").write_text("{}")
+
+    def stop(_source: Path, target: Path) -> None:
+        target.mkdir()
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "model"
+    monkeypatch.setattr(server_peers, "load_target", lambda *_: (Saved(), Saved()))
+    monkeypatch.setattr(shutil, "copytree", stop)
+    with suppress(KeyboardInterrupt):
+        server_peers.unpack(tmp_path / "a.gguf", folder)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    server_peers.unpack(tmp_path / "a.gguf", folder)  # is left as it is
 
 
 def test_a_stopped_race_goes_on_with_its_own_rows_only(tmp_path: Path) -> None:

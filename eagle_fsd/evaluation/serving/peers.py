@@ -8,7 +8,6 @@ cannot serve a file that is no repository's. Ours keeps no texts, since every pr
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -91,10 +90,11 @@ def unpack(file: Path, folder: Path) -> None:
         return
     model, tokenizer = load_target(str(file), torch.float32, "cpu")
     with TemporaryDirectory(dir=folder.parent) as partial:
-        model.save_pretrained(partial)
+        made = Path(partial) / folder.name
+        model.save_pretrained(made)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        shutil.copytree(partial, folder)
+            tokenizer.save_pretrained(made)
+        made.rename(folder)  # so that a folder that is there is whole
 
 
 def require_peer(name: str, peer: Peer) -> None:
