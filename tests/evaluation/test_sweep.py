@@ -365,19 +365,33 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+class Plain:
+    """The tokenizer of a base model: it has no chat template."""
+
+    chat_template = None
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(letter) for letter in text]])}
+
+
 def test_a_base_model_is_asked_in_plain_text() -> None:
-    """Its tokenizer has no chat template: it continues the messages, a blank line between two."""
-
-    class Plain:
-        chat_template = None
-
-        def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-            return {"input_ids": torch.tensor([[ord(letter) for letter in text]])}
-
+    """It continues the messages, a blank line between two."""
     model = engine()
     model.tokenizer = Plain()  # type: ignore[assignment]
     sample = Sample("0", ({"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1="}), {})
     assert "".join(map(chr, encoded([sample], model)[0])) == "Sum.\n\n1+1="
+
+
+def test_a_sample_that_does_not_fit_is_named_before_anything_runs() -> None:
+    model = engine()
+    model.tokenizer = Plain()  # type: ignore[assignment]
+    fits, long = (
+        Sample(name, ({"role": "user", "content": "a" * size},), {})
+        for name, size in (("set/6", 255), ("set/7", 256))
+    )
+    assert list(map(len, encoded([fits], model))) == [255]
+    with pytest.raises(ValueError, match="sample 'set/7' has 256 tokens: the target has 256 positions"):
+        encoded([fits, long], model)
 
 
 def test_half_a_character_is_refused_in_one_line() -> None:

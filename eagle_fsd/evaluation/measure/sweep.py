@@ -17,6 +17,7 @@ from tqdm import tqdm
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.decoding.request import remaining_positions
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import name_rule
@@ -68,8 +69,11 @@ class Questions:
 
 
 def encoded(samples: Sequence[Sample], engine: EagleFSD) -> list[list[int]]:
-    """Encode samples as token ids."""
-    return [encode_as_trained(engine.tokenizer, sample.messages) for sample in samples]
+    """Encode samples as token ids. Raises ValueError for one that leaves the target no position."""
+    prompts = [encode_as_trained(engine.tokenizer, sample.messages) for sample in samples]
+    for sample, prompt in zip(samples, prompts, strict=True):
+        remaining_positions(engine.target, f"sample {sample.id!r}", len(prompt))
+    return prompts
 
 
 @dataclass(frozen=True)
