@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product, starmap
+from itertools import pairwise, product, starmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +200,42 @@ def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
 
+def steps_of(predicted: Sequence[int], ran: Sequence[float], budget: int) -> tuple[list[int], int | None]:
+    """Search a dial whose TV is predicted and run as so many 64ths, of every prompt alike.
+
+    Returns the steps that are run, in turn, and the one that is found.
+    """
+    dial, asked = DIAL[: len(ran)], []
+    records = records_of(dial, [np.array([(64.0, tv) for tv in predicted])] * 8)
+
+    def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        asked.append(dial.index((kind, threshold)))
+        return [{"law": {"tv": float(ran[asked[-1]])}, "new_tokens": 64, "steps": 20}] * 8
+
+    found = replace(records, run=run).boldest(dial, budget / 64, range(8))
+    return asked, None if found is None else dial.index((found.kind, found.threshold))
+
+
+def test_a_setting_just_at_the_budget_is_inside() -> None:
+    assert steps_of([1, 2, 4], [1, 2, 4], 2) == ([1], 1)
+
+
+def test_the_search_goes_down_to_the_mildest_setting_and_not_beyond() -> None:
+    assert steps_of([1, 2, 3, 4], [5, 5, 6, 6], 4) == ([3, 1, 0], None)
+    # Each correction goes one step down, and too little: further ones are tried one by one.
+    slow = [7.0, 8.4, 8.5, 8.6, 8.7, 8.8, 8.9, 9.0]
+    assert steps_of(range(1, 9), slow, 8) == ([7, 6, 5, 4, 3, 2, 1, 0], 0)
+
+
+def test_a_run_that_moves_nothing_ends_the_search() -> None:
+    assert steps_of([1, 2, 4], [0, 0, 0], 2) == ([1], 1)
+
+
+def test_the_ladder_has_three_settings_within_a_doubling_from_the_least_to_the_most() -> None:
+    assert LADDER[0] == 1e-4 and LADDER[-1] == 82.0 and len(LADDER) == 72
+    assert all(1.1 < bolder / one < 1.3 for one, bolder in pairwise(LADDER))
+
+
 def test_bounds_hold_as_often_as_they_say() -> None:
     """Samples of a known distribution: the true mean is under the bound nearly as often as promised."""
     random, held = np.random.default_rng(1), 0
@@ -207,6 +243,19 @@ def test_bounds_hold_as_often_as_they_say() -> None:
         _, upper = bound(np.stack((random.gamma(2.0, 0.5, 40), np.full(40, 50.0)), axis=1)[:, None], 0.9)
         held += upper >= 1.0 / 50
     assert 0.84 * 300 <= held <= 0.97 * 300
+
+
+@pytest.mark.parametrize(("confidence", "z"), [(0.9, 1.2816), (0.975, 1.96)])
+def test_bounds_are_one_sided(confidence: float, z: float) -> None:
+    tv = np.random.default_rng(2).gamma(2.0, 0.5, 400)
+    value, upper = bound(np.stack((tv, np.full(400, 50.0)), axis=1)[:, None], confidence)
+    assert value == pytest.approx(tv.mean() / 50)
+    assert (upper - value) * 50 == pytest.approx(z * tv.std() / 400**0.5, rel=0.1)
+
+
+def test_a_lone_prompt_has_no_bound_unless_nothing_is_moved() -> None:
+    assert bound(np.array([[[0.5, 50.0]]]), 0.9) == (0.01, math.inf)
+    assert bound(np.array([[[0.0, 50.0]]]), 0.9) == (0.0, 0.0)
 
 
 def test_a_plan_is_a_dial_of_falling_prices() -> None:
@@ -250,6 +299,16 @@ def test_splits_try_what_they_have_not_seen() -> None:
     assert sum(bool(trial["inside"]) for trial in trials) >= 5
     assert len({trial["tv"] for trial in trials}) > 1  # halves differ
     assert "6 of 6" in trial_table(trials) or "5 of 6" in trial_table(trials)
+    for trial in trials:  # what was chosen on one half is tried on all of the other, and on nothing else
+        chosen = trial["chosen"]
+        whole = bound(tv_of(runs_like(records, 1.3, [])(JS, chosen["threshold"])), 0.9)[0]
+        assert (chosen["tv"] + trial["tv"]) / 2 == pytest.approx(whole) and chosen["tv"] != trial["tv"]
+
+
+def test_an_unseen_half_just_at_the_budget_is_inside() -> None:
+    records = records_of(DIAL, [np.tile([50.0, 0.5], (len(DIAL), 1))] * 8)
+    (trial,) = replace(records, run=runs_like(records, 1.0, [])).splits([DIAL], 0.01, 1)
+    assert trial["tv"] == 0.01 and trial["inside"] is True
 
 
 def test_calibrate_end_to_end(tmp_path: Path) -> None:

@@ -499,6 +499,38 @@ def test_no_draft_is_right_more_often_than_it_is_made() -> None:
     assert result["chain"] == [0.3333, 1.0, 1.0]
 
 
+def test_what_no_draft_reaches_is_0_and_not_nan() -> None:
+    """As JSON has no NaN: a text of two tokens, and one whose drafts end after a step."""
+    one = sequences(1)[0]
+    few = [
+        FeatureSequence(one.tokens[:2], torch.tensor([False, True]), one.features[:2]),
+        FeatureSequence(one.tokens[:3], torch.tensor([False, True, False]), one.features[:3]),
+    ]
+    for data, positions in ((few[:1], 0), (few, 1)):
+        result = evaluate(Oracle(), hold_out(data, Readout(lm_head()), depth=2), lm_head())
+        assert result["positions"] == positions
+        for name in ("top1", "top8", "chain"):
+            assert result[name] == [positions, 0.0]
+        assert result["chain_tau"] == result["chain8_tau"] == 1 + positions
+
+
+def test_the_best_tokens_are_all_where_there_are_fewer() -> None:
+    few = Readout(lm_head()[:3])
+    assert best_tokens(world()[:5], 8, few).sort().values.tolist() == [[0, 1, 2]] * 5
+    assert best_tokens(world()[:0], 8, few).shape == (0, 3)
+    assert best_tokens(world()[:5], 2, few, rows=2).equal(best_tokens(world()[:5], 3, few)[:, :2])
+
+
+def test_held_out_texts_may_be_ranked_by_another_function() -> None:
+    def best(features: Tensor, k: int) -> Tensor:
+        return torch.full((len(features), k), 7)
+
+    held = hold_out(sequences(2), Readout(lm_head()), best=best)
+    assert held.best(world()[:2], 3).tolist() == [[7] * 3] * 2
+    for sequence, greedy in zip(held.sequences, held.greedy, strict=True):  # which is the target's still
+        assert greedy.equal((3 * sequence.tokens + 1) % VOCAB)
+
+
 def test_held_out_tokens_are_a_float32_argmax() -> None:
     """In bfloat16 both logits are 1."""
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]], dtype=torch.bfloat16)
