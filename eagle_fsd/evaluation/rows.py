@@ -27,7 +27,8 @@ class Row:
     kl, tv: sums over the emitted tokens of KL(r || p) and TV(r, p), r the rule's distribution and p the
     target's; None where unknown or infinite. log_p: mean per token under the raw target. token_ids, fuzzy_at:
     the answer's tokens and the places of fuzzy accepts among them; None where the row does not say.
-    new_tokens: a mean over draws in a row of expected steps. provenance: what the row has of PROVENANCE.
+    weight_format: the dtype where the row does not say. new_tokens: a mean over draws in a row of expected
+    steps. provenance: what the row has of PROVENANCE.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Row:
     tree: TreeConfig
     max_new_tokens: int
     dtype: str
+    weight_format: str
     base_model: str
     ea_model: str | None
     draft_vocab_size: int | None
@@ -82,11 +84,13 @@ class Row:
                     f"{name} is {data[name]!r}: its fields are {', '.join(known)}; make it again"
                 )
             made[name] = kind(**data[name])
+        made["weight_format"] = data.get("weight_format", data["dtype"])
+        require("weight_format", made["weight_format"], str)
         texts = {name: data.get(name) for name in ("token_ids", "fuzzy_at")}
         return cls(**made, **texts, provenance={name: data[name] for name in PROVENANCE if name in data})
 
 
-NOT_NEEDED = ("kl", "tv", "token_ids", "fuzzy_at", "provenance")
+NOT_NEEDED = ("kl", "tv", "weight_format", "token_ids", "fuzzy_at", "provenance")
 # What the report reads of a row, and the JSON types that each may have. Rows may say more.
 KINDS = {name: kind for name, kind in get_type_hints(Row).items() if name not in NOT_NEEDED}
 KINDS |= {"sample": str | int, "sampling": dict, "tree": dict, "law": dict | None}

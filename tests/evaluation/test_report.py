@@ -116,14 +116,17 @@ def test_models_and_trees_become_sections(tmp_path: Path, no_plots: None) -> Non
     wide = {"total_tokens": 60, "depth": 6, "top_k": 10}
     rows = [*few(4), *cell_rows(LOSSLESS, Truth(), 4, tree=wide)]
     rows += [row | {"key": "0" * 16, "base_model": "Other"} for row in cell_rows(LOSSLESS, Truth(), 4)]
+    rows += [row | {"key": "1" * 16, "weight_format": "int8"} for row in cell_rows(LOSSLESS, Truth(), 4)]
     text = written(rows, tmp_path)
     heads = [line for line in text.splitlines() if line.startswith("## ")]
-    assert heads[:3] == [
+    assert heads[:4] == [
         "## Other, tree 16/5/8",
         "## SmolLM2-135M-Instruct, tree 16/5/8",
         "## SmolLM2-135M-Instruct, tree 60/6/10",
+        "## SmolLM2-135M-Instruct, tree 16/5/8",
     ]
-    assert "- rows: 16; cells: 4; samples: 4" in text and text.count("- rows: 4; cells: 1; samples: 4") == 2
+    assert "- rows: 16; cells: 4; samples: 4" in text and text.count("- rows: 4; cells: 1; samples: 4") == 3
+    assert text.count("float32, weights int8, tree") == 1 and text.count("float32, tree") == 3
 
 
 def test_gaps_are_said(tmp_path: Path, no_plots: None) -> None:

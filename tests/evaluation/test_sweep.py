@@ -18,6 +18,8 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.other_rules import Cactus, SGLang
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.config import PAPER
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
+from eagle_fsd.evaluation.analysis.points import panels
 from eagle_fsd.evaluation.commands import sweep as script
 from eagle_fsd.evaluation.commands.sweep import GRIDS
 from eagle_fsd.evaluation.measure import sweep
@@ -253,6 +255,21 @@ def test_another_head_is_another_cell(tmp_path: Path) -> None:
         moved = EagleFSD(engine().target, weights, Letters(), "elsewhere/target", "elsewhere/head")  # type: ignore[arg-type]
         assert cell.key(moved, moved.identity()) == known
     assert replace(cell, seed=1).key(engine(), engine().identity()) == mine  # rows carry their seed
+
+
+def test_another_weight_format_is_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded weights write other texts. Rows of plain weights keep their key, and do not say more."""
+    asked, output = cells(questions(2), Lossless()), tmp_path / "rows.jsonl"
+    run(engine(), asked, output, 1, {})
+    monkeypatch.setattr(EagleFSD, "weight_format", "int8")
+    run(engine(), asked, output, 1, {})
+    run(engine(), asked, output, 1, {})
+    plain, rounded = (read_rows(output)[part] for part in (slice(2), slice(2, None)))
+    assert all("weight_format" not in row for row in plain) and len(rounded) == 2
+    assert [row["weight_format"] for row in rounded] == ["int8"] * 2
+    assert {row["key"] for row in plain}.isdisjoint(row["key"] for row in rounded)
+    found = panels(read_raw_rows([output])[output], Bootstrap(100))
+    assert [panel.row.weight_format for panel in found] == ["float32", "int8"]
 
 
 def test_cells_take_turns() -> None:

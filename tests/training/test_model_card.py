@@ -282,6 +282,10 @@ def test_the_card_says_only_what_holds_for_all_its_rows(runs: Path, monkeypatch:
     run(runs, monkeypatch, "--dry-run")
     text = (runs / "out" / "README.md").read_text()
     assert "on 2 prompts of each set, behind the first 20, 64 new tokens, bfloat16;" in text
+    rows_of(runs, {"weight_format": "int8"})
+    run(runs, monkeypatch, "--dry-run")
+    text = (runs / "out" / "README.md").read_text()
+    assert "on the first 1 prompts of each set, 64 new tokens, bfloat16, weights int8;" in text
 
 
 def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(

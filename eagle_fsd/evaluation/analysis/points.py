@@ -1,9 +1,9 @@
 """From raw rows to points: what one rule, on one task, costs and gains, with intervals, against lossless.
 
-A panel is what may be compared: one task and version, sampling, length limit, tree, dtype and pair of models.
-In it every rule is a point, and each of its measures a ratio of two sums over rows, by sample. A point is
-held against the lossless one on the samples and seeds that both have, and says how many these are, so that a
-sweep that is not done yet can be read all the same.
+A panel is what may be compared: one task and version, sampling, length limit, tree, dtype, weight format and
+pair of models. In it every rule is a point, and each of its measures a ratio of two sums over rows, by
+sample. A point is held against the lossless one on the samples and seeds that both have, and says how many
+these are, so that a sweep that is not done yet can be read all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPEED, TAU = "tokens_per_second", "tau"
 SCORE = "score:"  # before the name of a task's own score
 Parts = tuple[float | None, float | None]  # a row's numerator and denominator; None where it is unknown
 # What the panels of a section of a report share, and what those of a panel share beside that.
-SECTION = attrgetter("base_model", "ea_model", "draft_vocab_size", "dtype", "tree")
+SECTION = attrgetter("base_model", "ea_model", "draft_vocab_size", "dtype", "weight_format", "tree")
 TASK = attrgetter("task", "version", "sampling", "max_new_tokens")
 
 

@@ -254,7 +254,8 @@ def what_was_run(rows: Sequence[Row]) -> list[str]:
     head = first.ea_model or "none"
     if first.draft_vocab_size is not None:
         head += f", drafting {first.draft_vocab_size:,} tokens"
-    lines = [f"- Target {first.base_model}, draft head {head}, {first.dtype}, tree {first.tree}."]
+    made = first.dtype + (f", weights {first.weight_format}" if first.weight_format != first.dtype else "")
+    lines = [f"- Target {first.base_model}, draft head {head}, {made}, tree {first.tree}."]
     cells, samples = len({row.key for row in rows}), len({(row.task, row.sample) for row in rows})
     lines.append(f"- rows: {len(rows):,}; cells: {cells}; samples: {samples}")
     for name in PROVENANCE[:-2]:

@@ -88,7 +88,8 @@ class Cell:
     seed: int = 0
 
     def settings(self, engine: EagleFSD) -> dict[str, Any]:
-        """Return what every row of the cell says of it."""
+        """Return what every row of the cell says of it; of weights in the dtype, nothing more than that."""
+        dtype = str(engine.dtype).removeprefix("torch.")
         return {
             "task": self.questions.task.name,
             "version": self.questions.task.version,
@@ -96,7 +97,8 @@ class Cell:
             "sampling": asdict(self.sampling),
             "tree": asdict(self.tree),
             "max_new_tokens": self.max_new_tokens,
-            "dtype": str(engine.dtype).removeprefix("torch."),
+            "dtype": dtype,
+            **({} if engine.weight_format == dtype else {"weight_format": engine.weight_format}),
             "base_model": engine.base_model,
             "ea_model": engine.ea_model,
             "draft_vocab_size": engine.draft_vocab_size,

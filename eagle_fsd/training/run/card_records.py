@@ -19,7 +19,8 @@ from eagle_fsd.hub.resolve import DEFAULT_TARGET, DEFAULT_TARGET_HUB_ID
 from eagle_fsd.training.run.exports import FOLDED_FROM, exports_of
 from eagle_fsd.training.run.folder import RECORD
 
-SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # equal in a card's rows
+# What is equal in a card's rows.
+SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "weight_format", "max_new_tokens")
 
 NEEDED = (
     *("command", "steps", "training_seconds", "sequences", "tokens", "learned_tokens", "held_out"),

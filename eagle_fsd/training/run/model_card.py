@@ -131,9 +131,11 @@ class Card:
     def _measured(self) -> str:
         first = self.taus[0]
         commands = "\n".join(dict.fromkeys(public_command(row["command"]) for row in self.taus))
+        made = first.get("dtype", "float32")
+        made += f", weights {first['weight_format']}" if "weight_format" in first else ""
         return (
             "tau, tokens emitted per step of the target, its own token included, on "
-            f"{self._prompts()}, {first['max_new_tokens']} new tokens, {first.get('dtype', 'float32')}; a "
+            f"{self._prompts()}, {first['max_new_tokens']} new tokens, {made}; a "
             f"tree is total_tokens / depth / top_k:\n\n{self.table}\n\n```bash\n{commands}\n```"
         )
 
