@@ -17,7 +17,7 @@ from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
 PROVENANCE: tuple[str, ...] = ("commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads")
-PROVENANCE += ("command", "date")
+PROVENANCE += ("runtime", "command", "date")
 
 
 @dataclass(frozen=True)

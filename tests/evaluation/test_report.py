@@ -139,7 +139,7 @@ def test_gaps_are_said(tmp_path: Path, no_plots: None) -> None:
         "No lossless rows, so nothing to compare with: gsm8k, temperature 0.6.",
         "2 of 4 rules lack samples that lossless has; the least has 0 pairs.",
         "Intervals over fewer than 30 pairs are rough; the least number here is 15.",
-        "Rows come from several machines, thread counts or batch sizes.",
+        "Rows come from several machines, runtimes, thread counts or batch sizes.",
         "Rows were made with more than one commit.",
     ):
         assert said in text, said

@@ -266,6 +266,7 @@ def test_another_weight_format_is_another_cell(tmp_path: Path, monkeypatch: pyte
     run(engine(), asked, output, 1, {})
     plain, rounded = (read_rows(output)[part] for part in (slice(2), slice(2, None)))
     assert all("weight_format" not in row for row in plain) and len(rounded) == 2
+    assert {row["runtime"] for row in plain} == {"torch"}  # on which seconds depend
     assert [row["weight_format"] for row in rounded] == ["int8"] * 2
     assert {row["key"] for row in plain}.isdisjoint(row["key"] for row in rounded)
     found = panels(read_raw_rows([output])[output], Bootstrap(100))

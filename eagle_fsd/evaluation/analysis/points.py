@@ -116,7 +116,7 @@ def sums_of(measure: Measure, groups: Sequence[tuple[Row, ...]]) -> Sums:
 
 def machine(row: Row) -> tuple[object, ...]:
     """Return what seconds depend on beside the cell."""
-    return row.provenance.get("device"), row.provenance.get("threads"), row.batch_size
+    return *map(row.provenance.get, ("device", "threads", "runtime")), row.batch_size
 
 
 @dataclass(frozen=True)

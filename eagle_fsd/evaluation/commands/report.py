@@ -293,8 +293,8 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
         lines.append(f"Intervals over fewer than {FEW} pairs are rough; the least number here is {few}.")
     if len(set(map(machine, rows))) > 1:
         lines.append(
-            "Rows come from several machines, thread counts or batch sizes. Tokens per second are left out "
-            "where a comparison would mix them; tau and quality are not concerned."
+            "Rows come from several machines, runtimes, thread counts or batch sizes. Tokens per second are "
+            "left out where a comparison would mix them; tau and quality are not concerned."
         )
     for name in ("commit", "torch", "transformers"):
         if len({row.provenance.get(name) for row in rows}) > 1:

@@ -150,7 +150,8 @@ def run(
             missing = [one for one in places if not answers(done.get(whose(cell, one)), cell, one, output)]
             if missing:
                 bar.set_postfix_str(name_rule(describe(cell.rule)).label, refresh=False)
-                shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
+                shared = {"key": keys[id(cell)], **cell.settings(engine)}
+                shared |= {"batch_size": batch_size, "runtime": engine.runtime}
                 count = len(missing)
                 meter = StepMeter(expected, count) if expected else DistanceMeter(cell.rule.mode, count)
                 for row in answer(engine, cell, missing, meter):
