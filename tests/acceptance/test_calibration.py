@@ -305,6 +305,18 @@ def test_splits_try_what_they_have_not_seen() -> None:
         assert (chosen["tv"] + trial["tv"]) / 2 == pytest.approx(whole) and chosen["tv"] != trial["tv"]
 
 
+def test_the_table_of_splits_counts_those_that_found_a_setting() -> None:
+    chosen = {"price": 0.0, "threshold": 0.3}
+    trial = {"form": "js", "budget": 0.02, "chosen": chosen, "tv": 0.01, "inside": True}
+    nothing = trial | {"chosen": None, "tv": None, "inside": None}
+    plan = trial | {"chosen": {"price": 2.5, "threshold": math.inf}, "tv": 0.03, "inside": False}
+    lines = trial_table([trial, plan, trial | {"budget": 0.05}, nothing | {"budget": 0.05}]).splitlines()
+    assert lines[2:] == [
+        "| js | 0.02 | 1 of 2 | T 0.3, price 2.5 | 0.0100, 0.0300 |",
+        "| js | 0.05 | 1 of 1 (of 2 splits) | T 0.3 | 0.0100 |",
+    ]
+
+
 def test_an_unseen_half_just_at_the_budget_is_inside() -> None:
     records = records_of(DIAL, [np.tile([50.0, 0.5], (len(DIAL), 1))] * 8)
     (trial,) = replace(records, run=runs_like(records, 1.0, [])).splits([DIAL], 0.01, 1)
