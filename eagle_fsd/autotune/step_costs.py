@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, StepOverhead, TreeObserver
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import WIDEST, SamplingConfig, TreeConfig
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
@@ -29,7 +29,7 @@ from eagle_fsd.runtime.timing import RECORDED, Call, Key, disagreement, synchron
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
-WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, WIDEST)
 BEAMS = (1, 2, 4, 8, 10)
 LEVELS = 5  # a draft of this many levels is timed, to get the cost of each level after the first
 WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # nodes, depth, top_k of the observed tree

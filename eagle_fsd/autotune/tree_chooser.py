@@ -106,11 +106,6 @@ class TreeChooser:
 
         prompts: returns the texts (token ids) to observe the head on; called only if nothing is remembered.
         """
-        if wanted.depth is not None and wanted.depth >= max(WIDTHS):
-            raise ValueError(
-                f"depth is {wanted.depth}: a measured tree has at most {max(WIDTHS)} nodes, the root among "
-                "them; lower depth, or give total_tokens"
-            )
         batch, context = 2 ** (batch - 1).bit_length(), round_context(context)
 
         def choose_now() -> tuple[Choice, bool]:

@@ -14,6 +14,7 @@ HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the
 SWAP = "swap"  # the target's draw, but a plan may take a worthier child; see acceptance/planned.py
 MODES = (HYBRID, PAPER, SWAP)
 FIRST_FAILURE = "first-failure"  # the rule alone decides, and a step ends where it follows no child
+WIDEST = 64  # nodes of the largest tree that is measured; see autotune/step_costs.py
 WARM = 0.75  # the least temperature at which a draft is told the noise of the draws
 # The highest temperature: all tokens are equally likely long before it, and one beyond float32 is infinite
 # there, so that the logit -inf of a token that is ruled out would become NaN.
@@ -155,6 +156,11 @@ class AutoTree:
     def __post_init__(self) -> None:
         if self.depth is not None:
             require_integer("depth", self.depth, 1, "5 or 6 is usual")
+            if self.depth >= WIDEST:
+                raise ValueError(
+                    f"depth is {self.depth}: a measured tree has at most {WIDEST} nodes, the root among "
+                    "them; lower depth, or give total_tokens"
+                )
         if self.top_k is not None:
             require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
         if self.min_confidence is not None:

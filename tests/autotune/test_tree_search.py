@@ -360,7 +360,6 @@ def test_a_head_of_two_tokens() -> None:
     ("wanted", "prompts", "complaint"),
     [
         (AutoTree(top_k=97), [[1]], "top_k of the tree is 97: the vocabulary has 96 tokens"),
-        (AutoTree(depth=64), [[1]], "depth is 64: a measured tree has at most 64 nodes"),
         (AutoTree(), [], "prompts are empty: a tree is chosen on texts"),
     ],
 )
