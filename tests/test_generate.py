@@ -726,6 +726,14 @@ MISTAKES = {
     "tree without depth": (["--depth", "0", "x"], "depth is 0"),
     "tree that cannot be": (["--total-tokens", "99", "--depth", "1", "x"], "error: --total-tokens is 99"),
     "tree too narrow": (["--total-tokens", "2", "--tree-top-k", "0", "x"], "error: --tree-top-k is 0"),
+    "tree too deep to measure": (
+        ["--depth", "64", "x"],
+        "error: --depth is 64: a measured tree has at most 64 nodes, the root among them; lower depth",
+    ),
+    "broken system message": (["--system", "a\udcff", "x"], "--system is not UTF-8 at character 1"),
+    "broken stop": (["--stop", "a", "--stop", "\udcff", "x"], "--stop is not UTF-8 at character 0"),
+    "broken bad word": (["--bad-word", "\udcff", "x"], "--bad-word is not UTF-8 at character 0"),
+    "broken form": (["--regex", "\udcff", "x"], "--regex is not UTF-8 at character 0"),
     "min-p above 1": (["--min-p", "2", "x"], "error: --min-p is 2"),
     "min-p of the rule above 1": (
         ["--threshold", "0.3", "--fuzzy-min-p", "2", "x"],

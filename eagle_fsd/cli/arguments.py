@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flags.processing import check_processing, processing_options
 from eagle_fsd.cli.flags.types import AUTO, DIVERGENCE_NAMES, NO_HEAD
-from eagle_fsd.core.checks import require_choice, require_integer, require_texts
+from eagle_fsd.core.checks import require_choice, require_integer, require_texts, require_utf8
 from eagle_fsd.core.config import (
     AutoThreshold,
     AutoTree,
@@ -241,6 +241,10 @@ def check_early(args: argparse.Namespace) -> None:
     """
     sampling = ((name, getattr(args, name)) for name in ("temperature", "top_k", "top_p", "min_p"))
     texts = getattr(args, "num_return_sequences", 1)
+    for name in ("system", "regex", "stop", "bad_word"):
+        value = getattr(args, name, None) or ()
+        for text in (value,) if isinstance(value, str) else value:
+            require_utf8("--" + name.replace("_", "-"), text)
     with in_words_of_flags(args):
         require_drafter(args)
         require_texts(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.core.checks import require_utf8
 from eagle_fsd.core.processing import require_words
 from eagle_fsd.text.streamed import StreamedText
 
@@ -44,10 +45,13 @@ def make_stopper(
 def words_as_tokens(tokenizer: PreTrainedTokenizerBase | None, words: Sequence[str]) -> list[list[int]]:
     """Return the token ids of words that must not come, at the beginning of a text and after a space.
 
-    A word that is cut into tokens in another way may still come. Raises ValueError for an empty word.
+    A word that is cut into tokens in another way may still come. Raises ValueError for a word that is empty
+    or holds half a character.
     """
     if tokenizer is None:
         raise ValueError("bad words need a tokenizer: the target has none; name one that does")
+    for word in words:
+        require_utf8("a bad word", word)
     found = [
         tokenizer.encode(form, add_special_tokens=False) for word in words for form in (word, f" {word}")
     ]
