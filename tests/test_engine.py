@@ -997,6 +997,10 @@ def test_arguments_of_loading_are_checked_first(tmp_path: Any) -> None:
             "attn_implementation is .* of sdpa, eager; choose",
         ),
         ({"device_map": "nonsense"}, "device_map is 'nonsense': it must be one of auto, .*; choose one"),
+        (
+            {"device": "cpu", "device_map": "auto"},
+            "device is 'cpu' with a device_map: .*leave one of them out",
+        ),
         ({"head_dtype": "float8", "device_map": "nonsense"}, "dtype 'float8' is not there"),
     ):
         with pytest.raises(ValueError, match=message):

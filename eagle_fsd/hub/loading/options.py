@@ -22,7 +22,7 @@ class LoadOptions:
     head_dtype: of drafts; None is the target's. A head in bfloat16 drafts faster beside a target in float32;
       q is rounded, and lossless decoding stays lossless.
     device: None is CUDA where there is a GPU, else the CPU.
-    device_map: spreads the target over devices, as in Hugging Face.
+    device_map: spreads the target over devices, as in Hugging Face, in place of a device.
     attn_implementation: "sdpa" or "eager"; None is the model's own choice.
     trust_remote_code: let a Hub model run its own code.
     pack: on a CPU, keep a second, blocked copy of the weights if a short measurement finds it faster; not
@@ -47,8 +47,8 @@ class LoadOptions:
     tp_plan: "auto" splits the target among the processes that torchrun started, which must then make the
       same calls; see docs/targets-and-heads.md.
 
-    Raises ValueError for a draft_model, draft_layers or draft_device that cannot be. The rest is checked when
-    the models are loaded.
+    Raises ValueError for a device beside a device_map, and for a draft_model, draft_layers or draft_device
+    that cannot be. The rest is checked when the models are loaded.
     """
 
     dtype: torch.dtype | str | None = None
@@ -72,6 +72,11 @@ class LoadOptions:
     tp_plan: str | None = None
 
     def __post_init__(self) -> None:
+        if self.device is not None and self.device_map is not None:
+            raise ValueError(
+                f"device is {str(self.device)!r} with a device_map: the map places the target's layers; "
+                "leave one of them out"
+            )
         if self.draft_model is not None:
             object.__setattr__(self, "draft_model", name_of_source("draft_model", self.draft_model))
         if self.draft_layers is not None:

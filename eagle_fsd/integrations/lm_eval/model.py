@@ -62,6 +62,8 @@ class EagleLM(LM):
     ) -> EagleLM:
         """Build the model; `--model_args` take precedence over lm-eval's own flags."""
         flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if arg_dict.get("device_map") is not None:
+            flags.pop("device", None)
         if flags.get("device") == LM_EVALS_DEVICE and not torch.cuda.is_available():
             logger.info("there is no %s: using the CPU", flags.pop("device"))
         return cls(**{**flags, **arg_dict})
