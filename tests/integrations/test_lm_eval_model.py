@@ -165,6 +165,11 @@ def test_a_tree_may_be_measured() -> None:
         ({"batch_size": 0}, "batch_size is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+        (
+            {"mode": "paper", "child": None},
+            "mode is 'paper' without a threshold above 0: nothing is followed",
+        ),
+        ({"threshold": 0, "price": 2}, "price is 2 without a threshold above 0: .*give a threshold, inf for"),
     ],
 )
 def test_wrong_arguments_of_the_model(arguments: dict[str, Any], message: str) -> None:
@@ -376,10 +381,12 @@ def test_lm_evals_flags_yield_to_the_models_arguments(monkeypatch: pytest.Monkey
     assert model.batch_size == 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     EagleLM.create_from_arg_obj({"base_model": "m"}, flags)
+    EagleLM.create_from_arg_obj({"device_map": "auto"}, flags)
     assert seen == [
         {"base_model": "m"},
         {"base_model": "smollm2-135m", "device": "cpu"},
         {"base_model": "m", "device": "cuda:0"},
+        {"base_model": "smollm2-135m", "device_map": "auto"},
     ]
 
 

@@ -103,9 +103,16 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
             f"rule is {rule['rule']!r} beside {others}: it says all, as in js:0.3:paper; drop the others"
         )
     auto = sizes.get("total_tokens") == "auto" and sizes.pop("total_tokens")
+    asked = parse_rule(str(rule["rule"])) if "rule" in rule else Fuzzy(**{"threshold": 0.0, **rule})
+    idle = [name for name in rule if name not in ("rule", "threshold")]
+    if idle and not rule.get("threshold"):
+        raise ValueError(
+            f"{idle[0]} is {rule[idle[0]]!r} without a threshold above 0: nothing is followed then, and it "
+            "would have no effect; give a threshold, inf for a plan alone"
+        )
     return Settings(
         models=models,
-        rule=parse_rule(str(rule["rule"])) if "rule" in rule else Fuzzy(**{"threshold": 0.0, **rule}),
+        rule=asked,
         tree=AutoTree(**sizes) if auto else TreeConfig(**sizes),
         **counts,
     )
