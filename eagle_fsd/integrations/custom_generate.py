@@ -41,6 +41,12 @@ SAME = {
         *("stop_strings", "num_return_sequences", "seed"),
     )
 } | {"sequence_bias": "logit_bias"}
+# What None in a call does in `generate`: the model's own is off.
+OFF: dict[str, Any] = {
+    **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "eos_token_id": []},
+    **{"bad_words_ids": [], "suppress_tokens": [], "sequence_bias": {}},
+}
 # What else it takes.
 OTHERS = {
     *("do_sample", "max_length", "pad_token_id", "return_dict_in_generate", "streamer", "generation_config"),
@@ -78,7 +84,8 @@ def generate_with_head(
     is 256 unless an argument or the model's generation_config says how long a text may be. Raises ValueError
     for an argument that is not supported.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
+    called = {name: OFF.get(name) if value is None else value for name, value in arguments.items()}
+    given = {name: value for name, value in called.items() if value is not None}
     config = given.pop("generation_config", None)
     if config is not None:
         given = {**settings_of(config), **given}

@@ -108,6 +108,28 @@ ENDS = [17, 60, 5, 8, 9, 12, 31, 66]
 
 
 @pytest.mark.parametrize(
+    "own",
+    [
+        {"eos_token_id": ENDS},
+        {"eos_token_id": ENDS, "min_new_tokens": 9},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 1},
+        {"suppress_tokens": ENDS},
+        {"bad_words_ids": [[token] for token in ENDS]},
+        {"sequence_bias": {(17,): 9.0}},
+        {"do_sample": True, "temperature": 1.5},
+    ],
+    ids=lambda one: "-".join(one),
+)
+def test_none_in_a_call_turns_off_what_the_model_asks_for(repository: str, own: dict[str, Any]) -> None:
+    model, head = tiny_model(), str(Path(repository) / "head")
+    model.generation_config = transformers.GenerationConfig(**own)
+    asked: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, **dict.fromkeys(own)}
+    wanted = model.generate(prompts(), **asked)
+    assert torch.equal(generate_with_head(model, head, prompts(), tree="8/3/3", **asked), wanted)
+
+
+@pytest.mark.parametrize(
     "own", [{}, {"pad_token_id": 0}, {"eos_token_id": 3}, {"pad_token_id": 0, "eos_token_id": 0}]
 )
 @pytest.mark.parametrize(
