@@ -45,15 +45,17 @@ class NamesReplica:
         await self.app(scope, receive, named)
 
 
-def app(arguments: Mapping[str, str]) -> Application:
-    """Build the application for `serve run`. Raises ValueError for arguments that cannot be.
+def app(arguments: Mapping[str, str | int]) -> Application:
+    """Build the application for `serve run`, or for a config file of Ray's, whose numbers are numbers.
+
+    Raises ValueError for arguments that cannot be.
 
     replicas: how many (default: 2). flags: of `python -m eagle_fsd.serve`; the address is Ray's own. cpus:
     that Ray reserves for each replica (default: 1).
     """
     if unknown := sorted(set(arguments) - set(ARGUMENTS)):
         raise ValueError(f"{unknown[0]} is no argument: they are {', '.join(ARGUMENTS)}; leave it out")
-    words = shlex.split(arguments.get("flags", ""))
+    words = shlex.split(str(arguments.get("flags", "")))
     replicas = require_whole("replicas", arguments.get("replicas", "2"))
     cpus = require_whole("cpus", arguments.get("cpus", "1"))
     with raise_user_errors():
@@ -102,7 +104,8 @@ def app(arguments: Mapping[str, str]) -> Application:
     return Replica.bind()
 
 
-def require_whole(name: str, text: str) -> int:
+def require_whole(name: str, given: str | int) -> int:
     """Return a number of at least 1. Raises ValueError for anything else."""
-    require_integer(name, int(text) if text.isdecimal() else text, 1, "2 is usual")
-    return int(text)
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    require_integer(name, number, 1, "2 is usual")
+    return int(number)

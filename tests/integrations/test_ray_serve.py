@@ -35,11 +35,13 @@ SOON = 120.0  # seconds for a new replica to load
     [
         ({"replica": "2"}, "replica is no argument"),
         ({"replicas": "0"}, "replicas is 0"),
+        ({"replicas": 0}, "replicas is 0"),  # of a config file
+        ({"replicas": 1, "flags": "--port 9"}, "--port is 9"),
         ({"flags": "--max-rows 0"}, "--max-rows is 0"),
         ({"flags": "--port 9"}, "--port is 9: the address is Ray's own"),
     ],
 )
-def test_wrong_arguments_are_a_line(arguments: dict[str, str], complaint: str) -> None:
+def test_wrong_arguments_are_a_line(arguments: dict[str, str | int], complaint: str) -> None:
     with pytest.raises(Exception, match=complaint):
         app(arguments)
 
