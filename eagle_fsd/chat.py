@@ -31,12 +31,12 @@ from eagle_fsd.cli.mistakes import UserError, explain_lack_of_memory, raise_user
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
-from eagle_fsd.core.config import AutoThreshold
+from eagle_fsd.core.config import AutoThreshold, TreeConfig
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
 if TYPE_CHECKING:
-    from eagle_fsd.core.config import TreeConfig
+    from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
 
@@ -69,7 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
 class Chat:
     """A conversation with one engine.
 
-    out: takes the answers. coloured: whether it understands colours. adapter: learns from the answers.
+    out: takes the answers. coloured: whether it understands colours. adapter: learns from the answers. Raises
+    ValueError for a rule that does not go with the engine's drafts.
     """
 
     def __init__(
@@ -89,6 +90,20 @@ class Chat:
         # Settled with the first answer, since measuring takes long: with a quality budget, and without.
         self.trees: dict[bool, TreeConfig] = {}
         ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
+        self.check_rule(conversation.options)
+        conversation.check = self.check_rule
+
+    def check_rule(self, options: GenerationOptions) -> None:
+        """Raise ValueError for a rule that does not go with the drafts, or a budget without a calibration."""
+        from eagle_fsd.decoding.options import settle_options
+
+        settler, rule = self.model.settler, options.rule
+        if not isinstance(rule, AutoThreshold):
+            settler.require_rule(rule)
+            return
+        settled = settle_options(options, {}, self.model.target)
+        tree = self.trees.get(True, settled.tree)
+        settler.within_budget(rule, settled.sampling, tree if isinstance(tree, TreeConfig) else None)
 
     def answer(self, message: str) -> None:
         """Answer a message and add both to the conversation. Ctrl-C ends the answer after the step in hand.
@@ -199,15 +214,16 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
             model = load_model(args)
             adapter = make_adapter(args, model)
-    at_terminal = sys.stdin.isatty() and out.isatty()
-    coloured = at_terminal and args.colour and "NO_COLOR" not in os.environ
+        at_terminal = sys.stdin.isatty() and out.isatty()
+        coloured = at_terminal and args.colour and "NO_COLOR" not in os.environ
+        talk = Chat(model, conversation, out, coloured, adapter)
     if at_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() a history and editing
         legend = f"; {LEGEND}" if coloured else ""
         tell(f"{model.base_model}: /help lists the commands{legend}")
     try:
-        Chat(model, conversation, out, coloured, adapter).run()
+        talk.run()
         HEAD_START.end(complete=True)
     finally:
         with raise_user_errors():

@@ -153,7 +153,7 @@ def test_a_budget_has_its_own_tree(
     one = CalibratedThreshold("js", "hybrid", "draft", 0.3, 0.01, 0.015, 2.5, 2.2)
     made = Calibration(model.identity(), SamplingConfig(0.5), TreeConfig(6, 3, 2), 0.95, 40, (one,))
     write_calibrations(tmp_path / FILE, [made])
-    model.settler.folder = tmp_path
+    monkeypatch.setattr(model.settler, "folder", tmp_path)
     monkeypatch.setattr(model.settler, "choose_tree", lambda *_: SimpleNamespace(tree=TreeConfig(12, 3, 4)))
     monkeypatch.setattr(chat, "load_model", lambda args: model)
     lines = "Hi\n/threshold auto\nHi\n/threshold 0.2\nHi\n/threshold auto\nHi\n"
@@ -429,6 +429,27 @@ def test_what_a_head_has_learned_is_saved_when_the_chat_is_ended(
         say(monkeypatch, "Hi\n", "--adapt")
     assert saved == ["learned"] and end.value.code == 128 + number
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_file_may_be_named_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    conversation = Conversation(chat.build_parser().parse_args([]))
+    for written, name in (('"a b.json"', "a b.json"), ("'c'", "c"), ("it's", "it's"), ("''", "''")):
+        assert conversation.command(f"/save {written}") == f"0 turns are in {name}"
+        assert (tmp_path / name).is_file()
+
+
+def test_a_rule_that_the_drafts_cannot_serve_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not at every message from then on, and the threshold before it stays."""
+    assert say(monkeypatch, "/threshold 0.4\n/threshold auto\nHi\n") == 0
+    told = capsys.readouterr().err
+    assert "quality_budget: it is looked up in the calibration" in told
+    assert "js <= 0.4 hybrid" in told and "threshold auto:" not in told
+    assert say(monkeypatch, "Hi\n", "--quality-budget", "0.02") == 2
+    said, told = capsys.readouterr()
+    assert not said and told.count("\n") == 1 and "error: quality_budget: it is looked up" in told
 
 
 def test_a_threshold_takes_a_budgets_place() -> None:

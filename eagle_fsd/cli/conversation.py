@@ -37,11 +37,13 @@ class Exit(Exception):
 class Conversation:
     """The turns so far, and the flags under which the next answer is made.
 
-    args: the command line's flags, which /threshold changes. turns: {"role", "content"} each.
+    args: the command line's flags, which /threshold changes. turns: {"role", "content"} each. check: raises
+    ValueError for options that the models cannot follow.
     """
 
     args: argparse.Namespace
     turns: list[dict[str, str]] = field(default_factory=list)
+    check: Callable[[GenerationOptions], object] = field(default=lambda options: None)
 
     def __post_init__(self) -> None:
         self.budget = self.args.quality_budget  # a number takes its place, until auto asks for it again
@@ -66,7 +68,7 @@ class Conversation:
         if name == "/threshold":
             return self.set_threshold(rest)
         if name == "/save":
-            return self.save(rest)
+            return self.save(unquoted(rest))
         if name not in BARE:
             raise ValueError(
                 f"{name} is no command: /help lists them; begin with a space to say it to the model"
@@ -91,7 +93,8 @@ class Conversation:
                 raise ValueError(
                     "threshold is auto with --adapt: it holds for the head as it was; give a number"
                 )
-            rule = self.options.rule  # raises ValueError if the rule takes no such threshold
+            options = self.options  # raises ValueError if the rule takes no such threshold
+            self.check(options)
         except ValueError as error:
             self.args.threshold, self.args.quality_budget = before
             if not text or "could not convert" in str(error):
@@ -100,8 +103,8 @@ class Conversation:
                 ) from error
             raise ValueError(str(error).removeprefix("--")) from error  # it came by the command, no flag
         means = "larger is faster and less exact"
-        if isinstance(rule, AutoThreshold):
-            means = f"the calibrated rule of the budget {rule.quality_budget:g}"
+        if isinstance(options.rule, AutoThreshold):
+            means = f"the calibrated rule of the budget {options.rule.quality_budget:g}"
         elif self.args.threshold == 0:
             means = "exact"
         return f"threshold {text}: {means}"
@@ -118,6 +121,12 @@ class Conversation:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{name}: cannot be written ({reason}); name another file") from error
         return f"{len(self.turns)} turns are in {name}"
+
+
+def unquoted(name: str) -> str:
+    """Return the name of a file without quotes around it, which a shell would take away."""
+    quoted = len(name) > 2 and name[0] == name[-1] and name[0] in "'\""
+    return name[1:-1] if quoted else name
 
 
 def as_utf8(name: str, text: str) -> str:
