@@ -81,7 +81,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="dtype of the draft head or draft model (default: the target's dtype)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is a GPU, else cpu)")
-    group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
+    group.add_argument(
+        "--device-map", metavar="MAP", help="spread the target over devices, e.g. auto; not with --device"
+    )
     add_split_flag(group)
     group.add_argument(
         "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"
