@@ -162,12 +162,14 @@ def engine_for(
 ) -> EagleFSD:
     """Return the engine of a model and a head, made at the first call and kept with the model.
 
-    It is made again when the model has moved, or the head's folder has other files.
+    It is made again when the model has moved or has other modules, as with an adapter that was loaded since,
+    or the head's folder has other files.
     """
     engines = model.__dict__.get(ENGINES)
     if not isinstance(engines, Engines):
         engines = model.__dict__[ENGINES] = Engines()
-    state = (model.device, model.dtype, stamps(Path(ea_model)))
+    # The engine keeps the modules that it was made with, so no other module can have one's id.
+    state = (model.device, model.dtype, list(map(id, model.modules())), stamps(Path(ea_model)))
     if ea_model not in engines or engines[ea_model][0] != state:
         engines.pop(ea_model, None)
         target = TargetModel(model)  # without CUDA graphs: its owner may move it or change its weights

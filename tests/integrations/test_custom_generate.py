@@ -219,6 +219,27 @@ def test_engines_follow_their_model_and_the_heads_files(tmp_path: Path) -> None:
     assert len(model.__dict__[ENGINES]) == 1
 
 
+class Negated(torch.nn.Module):
+    """What a layer gives, with the other sign: a layer in another's place, as an adapter puts it there."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return -self.inner(hidden)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp", "model.norm"])
+def test_engines_follow_modules_that_are_exchanged(repository: str, name: str) -> None:
+    model, head = tiny_model(), str(Path(repository) / "head")
+    before = generate_with_head(model, head, prompts(), tree="8/3/3", max_new_tokens=12)
+    model.set_submodule(name, Negated(model.get_submodule(name)))
+    wanted = model.generate(prompts(), max_new_tokens=12)
+    assert not torch.equal(wanted, before)
+    assert torch.equal(generate_with_head(model, head, prompts(), tree="8/3/3", max_new_tokens=12), wanted)
+
+
 def test_what_asks_for_nothing_is_taken_whatever_its_class(tmp_path: Path) -> None:
     model, folder = tiny_model(), hub.save_head(tiny_head(), tmp_path / "head")
     nothing = {"stopping_criteria": transformers.StoppingCriteriaList(), "typical_p": 1, "num_beams": 1}
