@@ -34,7 +34,7 @@ from eagle_fsd import (
     Typical,
     generate,
 )
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK, SGLang
 from eagle_fsd.cli.answer_report import JSON_KEYS, Answer, summary
 from eagle_fsd.cli.arguments import make_rule, make_tree
 from eagle_fsd.cli.flags.parser import build_parser
@@ -607,6 +607,7 @@ def test_rules_and_their_defaults() -> None:
     assert rule("--rule", "relaxed_topk", "--candidates", "4", "--margin", "0.3") == RelaxedTopK(4, 0.3)
     assert rule("--rule", "sglang", "--single", "0.3", "--acc", "0.8") == SGLang(0.3, 0.8)
     assert rule("--rule", "ensemble", "--weight", "0.6") == Ensemble(0.6)
+    assert rule("--rule", "fly", "--entropy", "0.2", "--window", "2") == FLy(0.2, 2)
     assert rule("--threshold", "auto") == AutoThreshold()
     assert rule("--quality-budget", "0.05") == AutoThreshold(0.05)
     assert rule("--threshold", "inf", "--price", "1.5", "--cost", "kl") == Fuzzy(
@@ -643,7 +644,7 @@ def test_flags_that_do_not_go_together(flags: str, line: str, capsys: pytest.Cap
 
 def test_help_states_the_true_defaults() -> None:
     text = " ".join(build_parser().format_help().partition("examples:")[0].split())
-    tree, fuzzy, typical = TreeConfig(), Fuzzy(), Typical()
+    tree, fuzzy, typical, fly = TreeConfig(), Fuzzy(), Typical(), FLy()
     for flag, default in {
         "--total-tokens": "auto", "--depth": tree.depth, "--tree-top-k": tree.top_k,
         "--min-confidence": f"{tree.min_confidence:g}",
@@ -652,6 +653,7 @@ def test_help_states_the_true_defaults() -> None:
         "--max-overshoot": fuzzy.max_overshoot, "--exact-prefix": fuzzy.exact_prefix,
         "--min-gain": f"{fuzzy.min_gain:g}",
         "--epsilon": typical.epsilon, "--delta": typical.delta,
+        "--entropy": fly.entropy, "--window": fly.window,
     }.items():  # fmt: skip
         *_, found = re.finditer(f"{flag}[ ,]", text)  # Python 3.13 writes values behind all spellings
         entry = text[found.start() :]

@@ -20,7 +20,7 @@ from torch import Tensor
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK, SGLang
 from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.tree import DraftTree
@@ -41,7 +41,7 @@ RULES = [
     Fuzzy(float("inf"), "tv", child="likeliest"),
     *(Fuzzy(0.5, price=1.5, cost=cost, mode=mode) for cost in COSTS for mode in ("hybrid", "paper")),
     *(Fuzzy(0.5, price=1.5, cost=cost, mode="swap") for cost in ("tokens", "divergence")),
-    *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3)),
+    *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3), FLy(0.0, 1)),
 ]
 SAMPLINGS = [
     SamplingConfig(),

@@ -19,7 +19,7 @@ from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_gua
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER
-from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.long_rows import logsumexp, topk
 from eagle_fsd.core.sampling import temper
 
 
@@ -213,6 +213,56 @@ class Ensemble:
         log_q = temper(log_q, verified.sampling.temperature).log_softmax(-1)
         drafted = replace(tree, log_q=log_q).node_log_q().exp()  # [B, N]
         return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
+
+
+@dataclass(frozen=True)
+class FLy:
+    """vLLM's rejection_sample_method "fly" (FLy, Li et al., arXiv 2511.22972), on competing siblings.
+
+    Where the draw is no child and the target is unsure, a child is followed if the target's draws then accept
+    `window` drafted tokens below it. Unsure: the entropy in nats of p's three likeliest tokens, as they are,
+    is at least `entropy`. The child with the largest q is tried, of those that the window fits below; when
+    greedy, of those that it is found below. vLLM keeps the draws that it has looked at; here the walk below
+    the child goes by draws of its own, and the child is followed as often as those of vLLM would make the
+    window, so that what is emitted below it has the target's distribution. When greedy, both are the same.
+    """
+
+    mode: ClassVar[str] = HYBRID
+    max_consecutive: ClassVar[int | None] = None
+    exact_prefix: ClassVar[int] = 0
+
+    entropy: float = 0.3
+    window: int = 3
+    exact_eos: bool = True
+
+    def __post_init__(self) -> None:
+        require_number("entropy", self.entropy, 0.0, math.inf, "vLLM uses 0.3")
+        require_integer("window", self.window, 1, "vLLM uses one less than the longest draft, at most 6")
+
+    @property
+    def exact(self) -> bool:
+        """Whether it follows nothing but the target's own draws."""
+        return self.entropy > 3 / math.e  # no three probabilities have more
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        if self.exact or self.window >= verified.tree.depth:
+            return None
+        p, below = verified.drawn_p(), verified.tree.children.float()  # [B, N], [B, N, N]
+        reached = torch.ones_like(p)  # how likely the draws accept so many tokens below each node
+        for _ in range(self.window):
+            reached = (below * (p * reached)[:, None, :]).sum(-1)
+        unsure = verified.at_parent(entropy_of_three(verified)) >= self.entropy
+        eligible = verified.allowed(self.exact_eos) & unsure & (reached > 0)
+        return reached * likeliest_chances(verified.tree, eligible, verified.tree.node_log_q())
+
+
+def entropy_of_three(verified: Verified) -> Tensor:
+    """Return the sum of -p log p over p's three likeliest tokens at every node: [B, N], at most 3 / e."""
+    if verified.sampling.greedy:
+        best, _ = topk(verified.logits, min(3, verified.logits.shape[-1]))
+        return torch.special.entr((best - logsumexp(verified.logits)).exp()).sum(-1)
+    best, _ = topk(verified.warped.probs, min(3, verified.warped.probs.shape[-1]))
+    return torch.special.entr(best).sum(-1)
 
 
 def log_p_at_temperature(verified: Verified) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang, Typical
 
 RULES: dict[str, type[Any]] = {
     "lossless": Lossless,
@@ -19,6 +19,7 @@ RULES: dict[str, type[Any]] = {
     "sglang": SGLang,
     "cactus": Cactus,
     "ensemble": Ensemble,
+    "fly": FLy,
     "fsd_paper": PublishedFSD,
 }
 NAMES = {rule: name for name, rule in RULES.items()}

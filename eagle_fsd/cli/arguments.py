@@ -32,7 +32,7 @@ FUZZY_FLAGS = (  # beside its threshold
 )  # fmt: skip
 RULE_FLAGS = (
     "threshold", "quality_budget", *FUZZY_FLAGS,
-    "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
+    "epsilon", "delta", "candidates", "margin", "single", "acc", "weight", "entropy", "window",
 )  # fmt: skip
 
 # Flags whose names are not those of the engine's values.
@@ -196,6 +196,13 @@ def ensemble(args: argparse.Namespace) -> AcceptanceRule:
     return Ensemble(weight=given(args.weight, Ensemble().weight))
 
 
+def fly(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.other_rules import FLy
+
+    usual = FLy()
+    return FLy(entropy=given(args.entropy, usual.entropy), window=given(args.window, usual.window))
+
+
 def fsd_paper(args: argparse.Namespace) -> AcceptanceRule:
     from eagle_fsd.acceptance.other_rules import PublishedFSD
 
@@ -217,6 +224,7 @@ MAKERS: dict[str, Callable[[argparse.Namespace], AcceptanceRule]] = {
     "sglang": sglang,
     "cactus": cactus,
     "ensemble": ensemble,
+    "fly": fly,
     "fsd_paper": fsd_paper,
 }
 

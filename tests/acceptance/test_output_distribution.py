@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.output_distribution import output_distribution
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.randomness.streams import RowRandom
@@ -41,6 +41,7 @@ RULES = [
     SGLang(0.3, 0.7),
     Cactus(0.2),
     Ensemble(0.6),
+    FLy(0.0, 1),
 ]
 
 

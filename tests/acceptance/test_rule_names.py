@@ -17,7 +17,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule, rule_fields
 from eagle_fsd.cli.flags.types import DIVERGENCE_NAMES, RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig
@@ -106,6 +106,7 @@ def test_sglang_at_one_is_lossless_and_greedy_ignores_it() -> None:
         (SGLang(1.0, 1.0), SGLang(1.0, 0.9)),
         (Cactus(0.0), Cactus(0.1)),
         (Ensemble(1.0), Ensemble(0.9)),
+        (FLy(1.2, 1), FLy(1.0, 1)),
     ],
 )
 def test_an_exact_rule_says_so_and_follows_no_child(rule: Any, near: Any) -> None:
@@ -251,6 +252,7 @@ def test_rules_at_their_ends(rule: AcceptanceRule, what: str) -> None:
         SGLang(0.4, 0.9),
         Cactus(0.3),
         Ensemble(0.25),
+        FLy(0.2, 2),
     ],
     ids=str,
 )
@@ -288,6 +290,7 @@ def test_answers_call_a_rule_lossless_that_follows_nothing_else(rule: Acceptance
         ("sglang:0.4:0.9", SGLang(0.4, 0.9)),
         ("cactus:0.2", Cactus(0.2)),
         ("ensemble", Ensemble()),
+        ("fly:0.2:2", FLy(0.2, 2)),
     ],
 )
 def test_rules_are_written_in_a_word(text: str, rule: AcceptanceRule) -> None:
@@ -334,6 +337,8 @@ def test_names() -> None:
         ("sglang", {"acc": 0.0}, "acc is 0.0"),
         ("cactus", {"delta": math.nan}, "delta is nan"),
         ("ensemble", {"weight": 1.1}, "weight is 1.1"),
+        ("fly", {"entropy": -0.1}, "entropy is -0.1"),
+        ("fly", {"window": 0}, "window is 0"),
         ("typical", {"mode": "fast"}, "mode is 'fast'"),
     ],
 )

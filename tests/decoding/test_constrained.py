@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, Lossless, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang, Typical
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.logits.constrained import ConstrainedText
@@ -212,6 +212,7 @@ RULES: dict[str, AcceptanceRule] = {
     "sglang": SGLang(0.0, 1.0),
     "cactus": Cactus(100.0),
     "ensemble": Ensemble(0.0),
+    "fly": FLy(0.0, 1),
     "published": PublishedFSD(1e9),
 }
 RELAXES_GREEDY = set(RULES) - {"lossless", "sglang", "cactus"}

@@ -171,6 +171,7 @@ def test_flags_become_options() -> None:
         ("sglang", "--single", "0.4", "--acc", "0.9"): "SGLang(single=0.4, acc=0.9",
         ("cactus", "--delta", "0.2"): "Cactus(delta=0.2",
         ("ensemble", "--weight", "0.7"): "Ensemble(weight=0.7",
+        ("fly", "--entropy", "0.2", "--window", "2"): "FLy(entropy=0.2, window=2",
         ("lossless",): "Lossless(share_noise=True)",
     }
     for (name, *flags), shown in rules.items():

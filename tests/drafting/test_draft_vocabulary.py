@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.divergence import DIVERGENCES, SPARSE_DIVERGENCES
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy
 from eagle_fsd.core.tree import root_only
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
 from eagle_fsd.drafting.eagle_head import DraftHead
@@ -27,7 +27,7 @@ from eagle_fsd.training.data.token_counts import rank_tokens
 TREE = TreeConfig(12, 4, 3)
 RULES = [
     *(Lossless(), Fuzzy(0.3), Fuzzy(0.9, "reverse_kl", mode="paper"), Fuzzy(0.3, "js_top10")),
-    *(Typical(), Cactus(0.5), Ensemble(0.3)),
+    *(Typical(), Cactus(0.5), Ensemble(0.3), FLy(0.0, 1)),
 ]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verified
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, SGLang
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, SGLang
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Terms, Text
@@ -145,7 +145,7 @@ def test_warm_text_does_not_depend_on_its_tree(name: str, cut: dict[str, float])
         assert made.new_tokens == plain.new_tokens != apart.new_tokens
         if name != "none":
             assert sum(row.exact_accepts for row in made.stats) > 0, "nothing was accepted"
-    for rule in (Fuzzy(0.0), Cactus(0.0), Ensemble(1.0), SGLang(1.0, 1.0), PublishedFSD(0.0)):
+    for rule in (Fuzzy(0.0), Cactus(0.0), Ensemble(1.0), SGLang(1.0, 1.0), FLy(2.0), PublishedFSD(0.0)):
         zero = engine(name).generate(*padded(), tree=TREE, rule=rule, **options)
         assert zero.new_tokens == plain.new_tokens, rule
 

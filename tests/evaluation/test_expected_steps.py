@@ -31,7 +31,7 @@ SAMPLINGS = {"warm": SamplingConfig(1.0), "narrow": SamplingConfig(0.7, 6, 0.9)}
 RULES = (
     *("lossless", "js:0.3", "js:0.45:paper:likeliest", "js:inf:price=0.5", "js:inf:swap:price=0.4"),
     *("js:inf:paper:price=0.5:cost=kl", "typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.3"),
-    *("ensemble:0.6", "sglang:0.5:0.8", "fsd_paper:0.4"),
+    *("ensemble:0.6", "sglang:0.5:0.8", "fly:0.2:1", "fsd_paper:0.4"),
 )
 
 

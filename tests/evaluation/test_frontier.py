@@ -70,6 +70,7 @@ def point(panel: Panel, label: str) -> Point:
         ({"name": "sglang", "single": 0.5, "acc": 1.0, "exact_eos": True}, "sglang 0.5/1", "sglang"),
         ({"name": "cactus", "delta": 0.05}, "cactus 0.05", "cactus"),
         ({"name": "ensemble", "weight": 0.7, "exact_eos": False}, "ensemble 0.7 exact_eos False", "ensemble"),
+        ({"name": "fly", "entropy": 0.3, "window": 2}, "fly 0.3 window 2", "fly"),
         ({"name": "own_rule", "strength": 3}, "own rule strength 3", "own rule"),
         ({"name": "cactus", "bonus": 3}, "cactus bonus 3", "cactus"),
     ],

@@ -335,7 +335,9 @@ def test_the_frontier_has_what_must_be_compared() -> None:
     for divergence in ("js", "reverse_kl"):
         for mode in ("hybrid", "paper"):
             assert found["fuzzy", divergence, mode] >= 8
-    assert all(found[name,] >= 5 for name in ("typical", "relaxed_topk", "cactus", "ensemble", "sglang"))
+    assert all(
+        found[name,] >= 5 for name in ("typical", "relaxed_topk", "cactus", "ensemble", "fly", "sglang")
+    )
 
 
 def test_the_script_sweeps_a_file_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

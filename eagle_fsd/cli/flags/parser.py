@@ -225,6 +225,8 @@ def add_generation_flags(parser: argparse.ArgumentParser, of_one_text: bool = Tr
     group.add_argument(
         "--weight", type=float, metavar="W", help="for --rule ensemble: the target's weight (default: 0.8)"
     )
+    group.add_argument("--entropy", type=float, metavar="H", help="for --rule fly (default: 0.3)")
+    group.add_argument("--window", type=int, metavar="N", help="for --rule fly (default: 3)")
 
     group = parser.add_argument_group("sampling")
     group.add_argument(

@@ -17,7 +17,9 @@ DIVERGENCE_NAMES = (
     "reverse_kl", "forward_kl", "js", "tv", "ag",
     "reverse_kl_top10", "forward_kl_top10", "js_top10", "tv_top10", "ag_top10",
 )  # fmt: skip
-RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fsd_paper")
+RULE_NAMES = (
+    "fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fly", "fsd_paper",
+)  # fmt: skip
 NO_HEAD = "none"
 USAGE = 2  # the exit code of a user's mistake
 

@@ -20,6 +20,7 @@ NAMINGS = {
     "sglang": ("sglang {single}/{acc}", "sglang", ("single", "acc")),
     "cactus": ("cactus {delta}", "cactus", ("delta",)),
     "ensemble": ("ensemble {weight}", "ensemble", ("weight",)),
+    "fly": ("fly {entropy} window {window}", "fly", ("entropy", "window")),
 }
 # The same of a fuzzy rule that plans: its price is its main knob.
 PLANNED = ("planned {price} {divergence} {threshold}", "planned {divergence}", ("price", "threshold"))

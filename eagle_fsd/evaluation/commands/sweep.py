@@ -34,6 +34,7 @@ OTHERS = (
     "relaxed_topk:10:0.9",
     *("cactus:0.003", "cactus:0.01", "cactus:0.03", "cactus:0.1", "cactus:0.5"),
     *("ensemble:0.95", "ensemble:0.9", "ensemble:0.8", "ensemble:0.6", "ensemble:0.3"),
+    *("fly:0.3:3", "fly:0.3:2", "fly:0.3:1", "fly:0.6:1", "fly:0:1"),
     *("sglang:1:0.9", "sglang:1:0.7", "sglang:0.5:1", "sglang:0.3:1", "sglang:0.1:1"),
 )
 AHEAD = tuple(f"js:{t}:min_gain=0.7" for t in (0.15, 0.2, 0.3, 0.45, 0.6))
