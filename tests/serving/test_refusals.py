@@ -12,6 +12,7 @@ WITHOUT = 'the server needs the extra: pip install "eagle-fsd[serve]"'
 for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(needed, reason=WITHOUT)
 
+from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, tiny_engine
@@ -20,6 +21,8 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.prompts import PromptReader
+from eagle_fsd.serving.requests.completions import ChatRequest, DetokenizeRequest, TokenizeRequest
+from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.text.chat import encode_chat
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -169,6 +172,30 @@ def test_a_long_value_is_cut_in_its_error(client: TestClient, body: Any) -> None
     answer = client.post(CHATS, json={"messages": CHAT, **body})
     assert answer.status_code in (400, 404) and "xxxx..." in answer.json()["error"]["message"]
     assert len(answer.content) < 500
+
+
+MANY: Any = [{}] * 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": MANY}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": MANY}]}),
+        (TokenizeRequest, {"messages": MANY}),
+        (DetokenizeRequest, {"tokens": MANY}),
+        (ResponsesRequest, {"input": MANY}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_text"}] * 1000}]}),
+        (ResponsesRequest, {"input": "Hi", "tools": [{"type": "function"}] * 1000}),
+        (ResponsesRequest, {"input": "Hi", "include": MANY}),
+    ],
+)
+def test_of_many_parts_that_are_wrong_the_first_is_looked_at(kind: type[BaseModel], body: Any) -> None:
+    """A small body may hold a million: to note what is wrong with each held up all streams for seconds."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 4
 
 
 def test_a_long_path_is_cut_in_its_error(client: TestClient) -> None:

@@ -17,6 +17,7 @@ from eagle_fsd.serving.requests.generation import (
     Template,
 )
 from eagle_fsd.serving.tools.fields import (
+    FirstWrong,
     Function,
     Message,
     Messages,
@@ -196,4 +197,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize: the text of token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FirstWrong()]

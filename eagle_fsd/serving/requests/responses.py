@@ -20,6 +20,7 @@ from eagle_fsd.serving.requests.unsupported import (
 from eagle_fsd.serving.tools.fields import (
     ANY_OBJECT,
     MOST_FUNCTIONS,
+    FirstWrong,
     Function,
     FunctionName,
     Message,
@@ -108,7 +109,7 @@ Metadata = Annotated[  # OpenAI's limits
 ]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
 FunctionTools = Annotated[
-    list[FunctionTool], BeforeValidator(require_functions), Field(max_length=MOST_FUNCTIONS)
+    list[FunctionTool], FirstWrong(), BeforeValidator(require_functions), Field(max_length=MOST_FUNCTIONS)
 ]
 
 
@@ -128,7 +129,7 @@ class ResponsesRequest(Chat):
     text: TextOptions = TextOptions()
     tools: FunctionTools = []
     tool_choice: ToolChoice | None = None
-    include: list[Includable] = []
+    include: Annotated[list[Includable], FirstWrong()] = []
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     metadata: Metadata = {}
     stream_options: ResponseStreamOptions | None = None
