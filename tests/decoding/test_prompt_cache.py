@@ -130,6 +130,26 @@ def test_others_do_not_go_on_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(first, START, kept, **plain) == ask(first, START, kept) == ask(first, START, None)
 
 
+def test_texts_of_other_weights_are_not_gone_on_from() -> None:
+    """Neither after they were replaced nor after a change in place, of the target or of the head."""
+    source = copy.deepcopy(tiny_model())
+    model, kept = EagleFSD(TargetModel(source), tiny_head()), PromptCache()
+
+    def reused() -> int:
+        return answer(model, START, kept).stats[0].reused_tokens
+
+    first = ask(model, START, kept)
+    assert reused()
+    source.load_state_dict(copy.deepcopy(tiny_model(seed=9)).state_dict(), assign=True)
+    assert ask(model, START, kept) == ask(model, START, None) != first
+    assert reused()
+    source.load_state_dict(tiny_model().state_dict())
+    assert ask(model, START, kept) == first
+    with torch.no_grad():
+        next(model.drafter.network.parameters()).mul_(2)
+    assert [bool(reused()), bool(reused())] == [False, True]
+
+
 def test_many_texts_keep_theirs_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
     prompts = [[*START, *turn] for turn in TURNS]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Hashable
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.devices import autocast_dtype
 from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
 from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.files.fingerprints import state_of
 from eagle_fsd.target.model import TargetModel
 
 
@@ -19,9 +18,9 @@ class PromptCache:
     """Kept texts for `GenerationOptions.prompt_cache`, which is an argument of `EagleFSD.generate` as well.
 
     A call with one text goes on from the kept text that its prompt begins most like, and keeps its own when
-    it ends; so does each text of `generate_many`. What is kept is of one target, one way to draft and one
-    autocast: others that use the cache begin anew. Call `clear` after a change of the weights of target or
-    head in place.
+    it ends; so does each text of `generate_many`. What is kept is of one target, one way to draft, one
+    autocast and one state of the weights: others that use the cache begin anew. Call `clear` after a change
+    of weights that torch does not count: through `.data`, or of those that were made in inference mode.
 
     tokens: how many the kept texts may have together. The least recently used go first. Each takes the
     memory of its keys and values; the models are not kept. Raises ValueError if it is negative.
@@ -35,7 +34,7 @@ class PromptCache:
         # Weak references, mostly: models are not kept for their texts' sake.
         self._target: Callable[[], TargetModel | None] = lambda: None
         self._drafter: Callable[[], DrafterSpec | None] = lambda: None
-        self._autocast: torch.dtype | None = None
+        self._way: Hashable = None
         self._texts = PrefixCache(tokens)
 
     def __reduce__(self) -> tuple[type[PromptCache], tuple[int]]:
@@ -49,10 +48,11 @@ class PromptCache:
     def texts_of(self, target: TargetModel, drafter: DrafterSpec) -> PrefixCache:
         """Return the kept texts of these models, and drop those of others."""
         with self._lock:
-            autocast = autocast_dtype(target.device)
+            weights = None if target.ranks.several else state_of((target.held, drafter.network))
+            way = (autocast_dtype(target.device), weights)
             others = self._target() is not target or self._drafter() != drafter
-            if others or self._autocast != autocast:
-                self._texts, self._autocast = PrefixCache(self.tokens), autocast
+            if others or self._way != way:
+                self._texts, self._way = PrefixCache(self.tokens), way
                 # A spec without weights may be made for one call, and an equal one for the next.
                 self._target, light = weakref.ref(target), drafter.network is None
                 self._drafter = (lambda: drafter) if light else weakref.ref(drafter)
