@@ -60,6 +60,7 @@ def test_what_names_a_client_changes_nothing(name: str) -> None:
 def test_what_clients_send_of_their_own_accord_is_taken() -> None:
     sent = {"service_tier": "auto", "store": False, "modalities": ["text"], "functions": [], "echo": False}
     sent |= {"function_call": "auto", "metadata": {"a": "b"}, "user": "c", "safety_identifier": "d"}
+    sent |= {"reasoning_effort": "none"}
     assert chat(**sent, prompt_cache_key="e", cache_prompt=True) == chat()
 
 

@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "verbosity": (),
     "web_search_options": (),
     "store": (False,),
