@@ -115,9 +115,8 @@ def test_ranks_draw_the_same_seeds(quick: tuple[Jobs, list[list[Any]]]) -> None:
 def test_ranks_that_are_given_different_work_say_so(quick: tuple[Jobs, list[list[Any]]]) -> None:
     _, found = quick
     for rank in range(2):
-        for said, place in zip(
-            found[rank][5], ["generate", ["generate", "a decoding step"][rank]], strict=True
-        ):
+        places = ["generate", "reading prompts", ["generate", "a decoding step"][rank]]
+        for said, place in zip(found[rank][5], places, strict=True):
             assert f"rank 1 is not where rank 0 is ({place} on rank {rank}): every rank must make" in said
 
 

@@ -241,10 +241,11 @@ class Scheduler:
             if not self._fits(more):
                 break
             count += 1
-        texts = waiting[:count]
+        texts, reused = waiting[:count], 0 if found is None else found[1]
+        self.target.ranks.check("reading prompts", (count, reused))  # one may lack a kept text
         for text in texts:
             self.waiting.remove(text)
-            text.stats.reused_tokens = 0 if found is None else found[1]
+            text.stats.reused_tokens = reused
         tokens = max(len(text.prompt) for text in texts)
         workspace = self._make_workspace(texts, len(unique_prompts(texts)), tokens)
         return Reading(texts, workspace, *(found or ()))

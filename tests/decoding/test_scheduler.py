@@ -16,6 +16,7 @@ from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
 from eagle_fsd.drafting.specs import with_lookup
+from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -194,6 +195,18 @@ def test_a_lone_text_may_follow_several_whose_caches_grew(monkeypatch: pytest.Mo
         for one in texts:
             scheduler.admit(one)
         assert collect(scheduler) == {one.number: alone(plain, one, TREE) for one in texts}
+
+
+def test_ranks_check_what_each_of_them_goes_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may have lacked the memory to keep a text: it would read more than the others, which wait."""
+    told: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Ranks, "check", lambda _, what, numbers: told.append(numbers))
+    model, prompt = engine(), prompts_of([40])[0]
+    scheduler = Scheduler(model.target, model.drafter, TREE, 2, prefix_tokens=1000)
+    for number in range(2):
+        scheduler.admit(text(number, prompt, 5))
+        collect(scheduler)
+    assert told == [(1, 0), (1, len(prompt) - 1)]
 
 
 def test_recordings_of_a_text_in_which_the_weights_were_replaced_are_not_replayed(

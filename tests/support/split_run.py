@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from eagle_fsd import EagleFSD, Fuzzy
+from eagle_fsd import EagleFSD, Fuzzy, PromptCache
 from eagle_fsd.core.config import AutoTree, TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.runtime.ranks import RanksDiverged, join_ranks, leave_ranks
@@ -75,11 +75,23 @@ def auto_tree(engine: EagleFSD) -> list[Any]:
 
 
 def stray(engine: EagleFSD) -> list[str]:
-    """Return what is said where the ranks are given different prompts, and where one stops a stream early."""
+    """Return what is said where the ranks are given different prompts, and where one stops a stream early.
+
+    Between the two, one of them lacks a text that the other one has kept.
+    """
     said = []
     rank = engine.target.ranks.rank
     try:
         engine.generate([[5, 6, 7 + rank]], tree=TREE, max_new_tokens=4)
+    except RanksDiverged as error:
+        said.append(str(error))
+    kept = PromptCache()
+    try:
+        for _ in range(2):
+            if rank:
+                kept.clear()
+            many = engine.generate_many(prompts_of([40]), tree=TREE, max_new_tokens=4, prompt_cache=kept)
+            assert len(list(many)) == 1
     except RanksDiverged as error:
         said.append(str(error))
     try:
