@@ -416,12 +416,12 @@ def test_texts_that_overtake_stay_inside_the_budget_of_slots(
     """Also while they join, beside the caches of the batch and of the text that is being read."""
     most, overtook, join = [], [], Scheduler._join
 
-    def watched(self: Scheduler, joining: Batch) -> None:
+    def watched(self: Scheduler, joining: Batch, workspace: Workspace) -> None:
         if self.reading is not None:
             overtook.extend(joining.texts)
         own = joining.target.cache.rows * joining.target.cache.capacity
         most.append(held(self) + own)
-        join(self, joining)
+        join(self, joining, workspace)
         most.append(held(self) + (0 if self.batch is joining else own))
 
     monkeypatch.setattr(Scheduler, "_join", watched)
