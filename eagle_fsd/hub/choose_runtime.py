@@ -89,9 +89,12 @@ def plan_runtime(
             "weight_format is 'packed': the target must be a .gguf file, whose own blocks are kept; use int8"
         )
     if (few_bits or runtime == OPENVINO) and not here:
+        where, remedy = f"for device {str(device)!r}", "use device cpu"
+        if movable:
+            where, remedy = "with a device_map", "leave device_map out"
         raise ValueError(
-            f"runtime openvino is for a whole target on the CPU, not for device {str(device)!r}"
-            f"{' with a device_map' * movable}; use device cpu, or runtime torch without int8 or packed"
+            f"runtime openvino is for a whole target on the CPU, not {where}; {remedy}, or use runtime torch "
+            "without int8 or packed"
         )
     if few_bits or runtime == OPENVINO:
         library.require()

@@ -121,7 +121,7 @@ def test_without_openvino_its_formats_are_refused(runtime: str, weight_format: s
         ({"runtime": TORCH, "weight_format": "packed", "gguf": True}, "is 'packed' with runtime torch"),
         ({"weight_format": "packed"}, "weight_format is 'packed': the target must be a .gguf file"),
         ({"runtime": OPENVINO, "device": CUDA}, "not for device 'cuda:0'"),
-        ({"runtime": OPENVINO, "movable": True}, "not for device 'cpu' with a device_map"),
+        ({"runtime": OPENVINO, "movable": True}, "not with a device_map; leave device_map out, or"),
         ({"weight_format": "int8", "device": CUDA}, "runtime openvino is for a whole target on the CPU"),
         ({"runtime": OPENVINO, "dtype": "float16"}, "dtype is 'float16' with runtime openvino"),
         ({"dtype": "float8"}, "dtype 'float8' is not there"),
