@@ -699,6 +699,8 @@ MISTAKES = {
     ),
     "no batch": (["--batch-size", "0", "x"], "error: --batch-size is 0: it must be an integer of at least 1"),
     "baseline of many": (["--batch-size", "2", "--baseline", "x"], "--baseline with --batch-size 2: it"),
+    "adaptation of none": (["--adapt", "--ea-model", "none", "--lookup", "x"], "with --ea-model none: only"),
+    "adaptation of layers": (["--adapt", "--draft-layers", "3", "x"], "--adapt with --draft-layers: only"),
     "adaptation of many": (["--batch-size", "2", "--adapt", "x"], "--adapt with --batch-size 2: it works"),
     "all skipped": (["--skip", "1", "x"], "--skip is 1: it must be an integer between 0 and 0; the command"),
     "raw system": (["--raw", "--system", "s", "x"], "--system"),

@@ -316,8 +316,15 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
 
 
 def require_drafter(args: argparse.Namespace) -> None:
-    """Raise ValueError for a draft tree where nothing drafts."""
+    """Raise ValueError for a draft tree where nothing drafts, and for learning where no head does."""
     drafts = args.lookup or args.draft_model is not None or args.draft_layers is not None
+    headless = {
+        f"--ea-model {NO_HEAD}": args.ea_model == NO_HEAD,
+        "--draft-model": args.draft_model is not None,
+        "--draft-layers": args.draft_layers is not None,
+    }
+    if args.adapt and (flag := next(filter(headless.get, headless), None)):
+        raise ValueError(f"--adapt with {flag}: only an EAGLE-1/2 head can adapt; leave one of them out")
     if args.ea_model == NO_HEAD and not drafts and args.total_tokens != 1:
         raise ValueError(
             f"--ea-model is {NO_HEAD} with --total-tokens {args.total_tokens}: nothing drafts a tree; add "
