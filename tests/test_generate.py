@@ -783,6 +783,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1 and words in err
 
 
+def test_a_mistake_has_its_exit_code_where_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert generate.main(["--total-tokens", "0", "x"]) == 2
+
+
 OF_RULES = {  # whose fields and their ranges are known with torch alone
     "threshold of another rule", "epsilon of another rule", "min-p of the rule above 1", "negative in a row",
 }  # fmt: skip

@@ -58,9 +58,10 @@ def require_utf8(name: str, text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr, if that takes it: a full disk behind it must not end what is under way."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{text}\n")
+    """Write a line to stderr, if there is one that takes it: a full disk must not end what is under way."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{text}\n")
 
 
 def discard_stdout() -> None:
