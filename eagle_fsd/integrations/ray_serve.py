@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from eagle_fsd.cli.arguments import check_early
 from eagle_fsd.cli.flags.server import api_key
 from eagle_fsd.cli.mistakes import raise_user_errors
 from eagle_fsd.core.checks import require_integer
@@ -62,7 +63,13 @@ def app(arguments: Mapping[str, str | int]) -> Application:
         require_packages()
         parser = build_parser()
         args = parser.parse_args(words)
-        check_arguments(args)  # now, and not in every replica for the first time
+        check_early(args)  # now, and not in every replica for the first time
+        check_arguments(args)
+        if args.tp_plan is not None:
+            raise ValueError(
+                f"--tp-plan is {args.tp_plan} in a replica: each is one process; leave it out, or serve with "
+                "torchrun"
+            )
         for name in ("host", "port"):
             if (value := getattr(args, name)) != parser.get_default(name):
                 raise ValueError(f"--{name} is {value}: the address is Ray's own; tell `serve` of it instead")

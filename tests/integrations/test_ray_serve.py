@@ -38,6 +38,8 @@ SOON = 120.0  # seconds for a new replica to load
         ({"replicas": 0}, "replicas is 0"),  # of a config file
         ({"replicas": 1, "flags": "--port 9"}, "--port is 9"),
         ({"flags": "--max-rows 0"}, "--max-rows is 0"),
+        ({"flags": "--tp-plan auto"}, "--tp-plan is auto in a replica: each is one process"),
+        ({"flags": "--stop \udcff"}, "--stop is not UTF-8"),
         ({"flags": "--port 9"}, "--port is 9: the address is Ray's own"),
     ],
 )
