@@ -265,6 +265,8 @@ def test_a_plan_is_a_dial_of_falling_prices() -> None:
     assert [(kind.price, threshold) for kind, threshold in prices] == [
         (price, math.inf) for price in (3, 2, 1)
     ]
+    costs = [Kind("js", "hybrid", price=price, cost=cost) for price, cost in ((1.0, "tokens"), (2.0, "kl"))]
+    assert dials_of(costs) == [[(costs[1], math.inf)], [(costs[0], math.inf)]]  # their prices do not compare
     moved = {3.0: 0.01, 2.0: 0.02, 1.0: 0.05}  # by price, in every context
     table = np.array([(50.0, 50 * moved[kind.price]) for kind, _ in prices])
     records, asked = records_of(prices, [table] * 8), []
@@ -341,6 +343,8 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
         for rows in (warm, job.record([]).rows)
     ]
     assert calibration.shared_ratio == pytest.approx(taus[0] / taus[1]) and taus[0] != taus[1]
+    assert (calibration.confidence, calibration.prompts) == (job.confidence, 8)
+    assert calibration.made["new_tokens"] == sum(row["new_tokens"] for row in job.record([]).rows)
     before = (tmp_path / "rows.jsonl").read_bytes()
     again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
     assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
