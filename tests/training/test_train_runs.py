@@ -181,6 +181,7 @@ def test_a_run_killed_and_closed_with_its_terminal_has_the_losses_of_one_that_wa
 def test_two_processes_share_what_one_accumulates(toy: Path) -> None:
     """The same batches make a step, so the losses are the same; the two take turns with the shards.
 
+    Each adds up two batches, and they exchange gradients with the second one.
     They find each other without `--cpu` and with nothing in the environment that says so.
     """
     features = ["--features", str(toy / "shared"), "--epochs", "6"]
@@ -191,12 +192,16 @@ def test_two_processes_share_what_one_accumulates(toy: Path) -> None:
         "--nproc_per_node",
         "2",
     ]  # accelerate's needs mpirun on CPUs
-    said = finish(start(command(toy, toy / "two", *features), *launch, unset="ACCELERATE_USE_CPU"))
+    two = command(toy, toy / "two", *features, "--accumulate", "2")
+    said = finish(start(two, *launch, unset="ACCELERATE_USE_CPU"))
     assert said.count("sequences, ") == 1  # not once by each process
-    run_here(command(toy, toy / "one", *features, "--accumulate", "2"))
+    run_here(command(toy, toy / "one", *features, "--accumulate", "4"))
     assert losses(toy / "two") == pytest.approx(losses(toy / "one"), rel=1e-4)
+    mine, other = (read_checkpoint(toy / name / CHECKPOINT, "head")["head"] for name in ("two", "one"))
+    for name, weight in other.items():  # a loss hardly shows what each of them has learned
+        assert (mine[name] - weight).norm() < 1e-3 * weight.norm(), name
     assert json.loads((toy / "two" / "provenance.json").read_text())["processes"] == 2
-    with ends_in_one_line(r".*is of another run \(batches_per_step was 2, now 1\)"):
+    with ends_in_one_line(r".*is of another run \(batches_per_step was 4, now 1\)"):
         run_here(command(toy, toy / "two", *features))
 
 

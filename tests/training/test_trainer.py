@@ -296,6 +296,28 @@ def test_gradients_are_clipped_and_a_step_has_the_rate_of_its_place(tmp_path: Pa
     assert report.norm > 0.02 and torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_a_step_is_the_mean_of_its_batches(tmp_path: Path) -> None:
+    """Its loss, its gradient, and the entropies of those batches that have a draft so deep."""
+    trainer = trainer_for(tmp_path, replace(FAST, accumulate=2, clip=1e9, unroll_after=0.0))
+    trainer.data.sequences[0] = replace(
+        one := trainer.data.sequences[0], learn=torch.arange(len(one.tokens)) == 2
+    )
+    share = [trainer.lesson(0, [0]), trainer.lesson(1, [1, 2])]
+    losses, entropies = zip(*(trainer.loss_of(lesson, 2) for lesson in share), strict=True)
+    wanted = torch.autograd.grad(sum(losses) / 2, list(trainer.head.parameters()))
+    report = trainer.train_step(share)
+    assert report.loss == pytest.approx(sum(losses).item() / 2)
+    assert report.norm == pytest.approx(float(torch.cat([one.flatten() for one in wanted]).norm()), rel=1e-4)
+    first, second = (one.tolist() for one in entropies)
+    assert math.isnan(first[1]) and not math.isnan(second[1])
+    assert report.record()["cross_entropy"] == pytest.approx([(first[0] + second[0]) / 2, second[1]])
+
+
+def test_every_batch_of_every_seed_has_noise_of_its_own(tmp_path: Path) -> None:
+    trainers = [trainer_for(tmp_path / str(seed), replace(FAST, seed=seed)) for seed in range(3)]
+    assert len({trainer.lesson(place, [0]).seed for trainer in trainers for place in range(3)}) == 9
+
+
 def test_drafting_steps_begin_after_their_share_of_the_run(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, FAST)
     trainer.run()
