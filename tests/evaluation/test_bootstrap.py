@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -222,3 +223,18 @@ def test_a_scaled_estimate_keeps_its_interval_in_order() -> None:
 def test_intervals_that_cannot_be(wrong: dict[str, float], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Bootstrap(**wrong)
+
+
+def test_memory_does_not_grow_with_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many samples the counts are kept, of two bytes each, and a part of them is multiplied at a time."""
+    sums = mean_of(np.random.default_rng(0).random(3000))
+    whole = estimates({"x": sums}, QUICK)["x"]
+    monkeypatch.setattr(bootstrap, "COUNTS", 2**16)
+    bootstrap.draw_counts.cache_clear()
+    tracemalloc.start()
+    parts = estimates({"x": sums}, QUICK)["x"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * bootstrap.draw_counts(3000, QUICK.resamples, QUICK.seed).nbytes
+    for name in ("value", "low", "high"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)

@@ -25,6 +25,7 @@ from eagle_fsd.core.checks import require_integer, require_number
 
 Array = NDArray[np.float64]
 Sums = Array  # [n, k, 2]: by sample, numerator and denominator of k quantities; 0 in both: it has no part
+COUNTS = 2**24  # that are multiplied at once: 128 MB in float64
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,10 @@ def resampled(quantities: Sequence[Sums], how: Bootstrap) -> Array:
     if not quantities:
         return np.zeros((1 + how.resamples, 0))
     columns = np.concatenate(quantities, axis=1).reshape(len(quantities[0]), -1)  # [n, 2k]
-    totals = draw_counts(len(columns), how.resamples, how.seed).astype(np.float64) @ columns  # [R, 2k]
-    totals = np.concatenate([columns.sum(0)[None], totals])
+    counts = draw_counts(len(columns), how.resamples, how.seed)
+    parts = np.array_split(counts, -(-counts.size // COUNTS) or 1)  # [R / parts, n] each
+    totals = [part.astype(np.float64) @ columns for part in parts]
+    totals = np.concatenate([columns.sum(0)[None], *totals])  # [1 + R, 2k]
     with np.errstate(divide="ignore", invalid="ignore"):
         return totals[:, 0::2] / totals[:, 1::2]
 
@@ -121,8 +124,10 @@ def resampled(quantities: Sequence[Sums], how: Bootstrap) -> Array:
 @functools.lru_cache(maxsize=8)
 def draw_counts(samples: int, resamples: int, seed: int) -> NDArray[np.uint16]:
     """Count how often each sample is in each resample: [R, n], the same for all quantities of n samples."""
-    rows = np.random.default_rng(seed).integers(0, samples, (resamples, samples))  # with replacement
-    counts = np.array([np.bincount(row, minlength=samples) for row in rows], dtype=np.uint16)
+    random = np.random.default_rng(seed)
+    counts = np.empty((resamples, samples), dtype=np.uint16)
+    for row in counts:
+        row[:] = np.bincount(random.integers(0, samples, samples), minlength=samples)  # with replacement
     counts.flags.writeable = False  # all callers share it
     return counts
 
