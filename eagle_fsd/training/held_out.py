@@ -38,8 +38,7 @@ def best_tokens(features: Tensor, k: int, readout: Readout, rows: int | None = N
     """Return the k most likely tokens for features [N, d]: [N, k], best first; all, if they are fewer."""
     rows = rows_at_once(features.device, len(readout.weight), rows)
     k = min(k, len(readout.weight))
-    parts = [readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)]
-    return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
+    return torch.cat([readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)])
 
 
 def hold_out(

@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -191,10 +192,10 @@ def test_what_is_cut_short_leaves_the_file_that_was_there(
 
 
 def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = iter([1.5, 2.5, 2.0])
+    results = iter([1.5, 2.5, 2.5, 2.0])  # of two that are equal, the first one
     monkeypatch.setattr(trainer_module, "evaluate", lambda *_: {"chain_tau": next(results)})
     trainer = trainer_for(tmp_path, FAST)
-    for step in range(3):
+    for step in range(4):
         trainer.step = step
         with torch.no_grad():
             trainer.head.fc.weight.fill_(step)
@@ -333,6 +334,17 @@ def test_processes_divide_the_batches_of_a_step(tmp_path: Path) -> None:
         trainer.accelerator = SimpleNamespace(process_index=place, num_processes=2)
         shares.append([number for number, _ in next(trainer.shares())])
     assert shares == [[4, 6], [5, 7]]
+
+
+def test_the_clock_counts_steps_and_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which --minutes ends a run. Each takes a second here."""
+    clock = count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    trainer = trainer_for(tmp_path, FAST)
+    trainer.run()
+    seconds = {record["step"]: record["seconds"] for record in read_log(tmp_path) if "loss" in record}
+    assert seconds == {step: step + (step - 1) // FAST.eval_every for step in range(1, trainer.step + 1)}
+    assert read_checkpoint(tmp_path / CHECKPOINT, "seconds")["seconds"] == trainer.seconds
 
 
 def test_minutes_end_the_schedule_too(tmp_path: Path) -> None:
