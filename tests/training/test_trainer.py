@@ -336,6 +336,39 @@ def test_processes_divide_the_batches_of_a_step(tmp_path: Path) -> None:
     assert shares == [[4, 6], [5, 7]]
 
 
+@pytest.mark.parametrize(("mine", "other"), [((0, 9.0), (15, 4.0)), ((2, 4.0), (0, 9.0))])
+def test_processes_follow_the_latest_clock_and_any_signal(
+    tmp_path: Path, mine: tuple[int, float], other: tuple[int, float]
+) -> None:
+    trainer = trainer_for(tmp_path, FAST)
+    trainer.stop, trainer.seconds = mine
+    both = lambda own: torch.cat((own, torch.tensor([other], dtype=own.dtype)))  # noqa: E731
+    trainer.accelerator = SimpleNamespace(num_processes=2, gather=both)
+    trainer.agree()
+    assert (trainer.stop, trainer.seconds) == (max(mine[0], other[0]), 9.0)
+
+
+def test_a_run_that_is_stopped_evaluates_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take minutes, of which a machine that shuts down gives few."""
+    trainer = trainer_for(tmp_path, FAST)
+    monkeypatch.setattr(trainer_module, "evaluate", lambda *_: pytest.fail("it evaluates"))
+    monkeypatch.setattr(trainer, "agree", lambda: setattr(trainer, "stop", 15 * (trainer.step == 2)))
+    assert trainer.run() == {} and read_checkpoint(tmp_path / CHECKPOINT, "step")["step"] == 2
+    assert not (tmp_path / BEST).exists()
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_a_head_computes_in_the_precision_of_its_run(tmp_path: Path, bfloat16: bool) -> None:
+    trainer, seen = trainer_for(tmp_path, replace(FAST, bfloat16=bfloat16)), []
+    trainer.head.fc.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    trainer.model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[2].weight.dtype))
+    trainer.train_step(next(trainer.lessons()))
+    assert set(seen) == {torch.bfloat16 if bfloat16 else torch.float32} and len(seen) > 1
+    assert all(weight.dtype == torch.float32 for weight in trainer.head.parameters())
+
+
 def test_the_clock_counts_steps_and_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By which --minutes ends a run. Each takes a second here."""
     clock = count()
@@ -344,7 +377,8 @@ def test_the_clock_counts_steps_and_evaluations(tmp_path: Path, monkeypatch: pyt
     trainer.run()
     seconds = {record["step"]: record["seconds"] for record in read_log(tmp_path) if "loss" in record}
     assert seconds == {step: step + (step - 1) // FAST.eval_every for step in range(1, trainer.step + 1)}
-    assert read_checkpoint(tmp_path / CHECKPOINT, "seconds")["seconds"] == trainer.seconds
+    again = trainer_for(tmp_path, FAST)
+    assert again.resume() and again.seconds == trainer.seconds > trainer.step
 
 
 def test_minutes_end_the_schedule_too(tmp_path: Path) -> None:
