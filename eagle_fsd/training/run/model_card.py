@@ -141,7 +141,7 @@ class Card:
 
     def _prompts(self) -> str:
         """Say which prompts were measured, and how many, for each set if the numbers differ."""
-        skipped = sorted({row["skipped"] for row in self.taus})
+        skipped = sorted({row.get("skipped", 0) for row in self.taus})
         which, behind = "the first ", ""
         if skipped != [0]:
             which, behind = "", f", behind the first {' or '.join(map(str, skipped))}"
