@@ -184,6 +184,14 @@ def trainer_for(folder: Path, head: Eagle3Head | None = None, **changes: Any) ->
     return Trainer(head, data, range(12), held, TABLE, READOUT, drafted, config, folder)
 
 
+def test_a_run_measures_its_head_by_the_tokens_that_it_drafts(tmp_path: Path) -> None:
+    """By its own lm_head, and not by the target's, which reads features."""
+    trainer = trainer_for(tmp_path)
+    states = torch.randn(6, HIDDEN, generator=generator(0))
+    ranked = trainer.held_out.best(states, 3)
+    assert ranked.equal(best_drafted(trainer.head)(states, 3)) and (ranked % 2 == 0).all()
+
+
 def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(tmp_path: Path) -> None:
     require_exact_resume(trainer_for, tmp_path)
 
