@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = (ROOT / "eagle_fsd" / "version.py").read_text(encoding="utf-8")
 IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
 DATASETS = "datasets>=4.4.2"  # older ones were made for huggingface-hub below 1
-SERVER = ("fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.20")
+SERVER = ("fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "prometheus-client>=0.20")
 FORMS = "llguidance>=1.9"  # of texts: JSON schemas, regular expressions, grammars
 PLOTS = "matplotlib>=3.7"
 HEAD = "smollm2-135m-instruct"  # the default one; others of weights/ are in checkouts only

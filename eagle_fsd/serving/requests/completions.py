@@ -17,7 +17,6 @@ from eagle_fsd.serving.requests.generation import (
     Template,
 )
 from eagle_fsd.serving.tools.fields import (
-    FirstWrong,
     Function,
     Message,
     Messages,
@@ -197,4 +196,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize: the text of token ids."""
 
     model: str | None = None
-    tokens: Annotated[list[int], FirstWrong()]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

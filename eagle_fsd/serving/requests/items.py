@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.tools.fields import CalledFunction, FirstWrong, Message, OrText, Strict, ToolCall
+from eagle_fsd.serving.tools.fields import CalledFunction, Message, OrText, Strict, ToolCall
 
 # What answers carry in an item or a part of one, or OpenAI's client adds to it, and clients send back.
 WITHOUT_EFFECT = (
@@ -49,7 +49,7 @@ def as_parts(value: Any, info: ValidationInfo) -> Any:
     return [{refused.get(name, name): said for name, said in part.items()} for part in value]
 
 
-Parts = Annotated[list[ItemPart], FirstWrong(), BeforeValidator(as_parts), OrText()]
+Parts = Annotated[list[ItemPart], Field(fail_fast=True), BeforeValidator(as_parts), OrText()]
 
 
 class MessageItem(Kept):
@@ -122,7 +122,7 @@ Item = Annotated[
     | Annotated[ResultItem, Tag("ResultItem")],
     Discriminator(kind_of),
 ]
-Items = Annotated[list[Item], FirstWrong(), BeforeValidator(as_items), OrText()]
+Items = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(as_items), OrText()]
 
 
 def turns_of_items(items: Sequence[Any]) -> list[Message]:

@@ -20,7 +20,6 @@ from eagle_fsd.serving.requests.unsupported import (
 from eagle_fsd.serving.tools.fields import (
     ANY_OBJECT,
     MOST_FUNCTIONS,
-    FirstWrong,
     Function,
     FunctionName,
     Message,
@@ -109,7 +108,7 @@ Metadata = Annotated[  # OpenAI's limits
 ]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
 FunctionTools = Annotated[
-    list[FunctionTool], FirstWrong(), BeforeValidator(require_functions), Field(max_length=MOST_FUNCTIONS)
+    list[FunctionTool], Field(fail_fast=True, max_length=MOST_FUNCTIONS), BeforeValidator(require_functions)
 ]
 
 
@@ -129,7 +128,7 @@ class ResponsesRequest(Chat):
     text: TextOptions = TextOptions()
     tools: FunctionTools = []
     tool_choice: ToolChoice | None = None
-    include: Annotated[list[Includable], FirstWrong()] = []
+    include: Annotated[list[Includable], Field(fail_fast=True)] = []
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     metadata: Metadata = {}
     stream_options: ResponseStreamOptions | None = None
