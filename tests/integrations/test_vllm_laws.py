@@ -133,8 +133,8 @@ def test_an_engine_that_cannot_run_fsd_is_refused_at_start(
     ):
         with pytest.raises(ValueError, match=said), tiny_engine(folder, **options):
             pass
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(ValueError, match=r"vLLM is '0\.33\.0'.*install vLLM 0\.32\.0"), tiny_engine(folder):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    with pytest.raises(ValueError, match=r"vLLM is '0\.34\.0'.*install vLLM 0\.32"), tiny_engine(folder):
         pass
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from eagle_fsd.core.checks import format_value
 
-TESTED = "0.32.0"
-SERIES = "0.32."
+SERIES = ("0.32.", "0.33.")
 METHODS = ("eagle", "eagle3", "draft_model")  # that hand over the draft's distribution
 LOGPROBS = ("raw_logprobs", "raw_logits")
-REMEDY = f"install vLLM {TESTED}, with which this was tested"
+REMEDY = "install vLLM 0.32 or 0.33, with which this was tested"
 
 RUNNER = ("requests", "input_batch", "sampler", "drafter", "rejection_sampler", "speculative_config")
 DRAFTER = ("_sample_draft_tokens", "take_last_draft_probs", "_last_draft_probs")
@@ -34,11 +33,11 @@ SIGNATURES = {
 
 
 def require_version(version: str) -> None:
-    """Raise ValueError unless this vLLM is of the series that was tested."""
+    """Raise ValueError unless this vLLM is of a series that was tested."""
     if not version.startswith(SERIES):
         raise ValueError(
             f"vLLM is {format_value(version)}: FSD takes parts of vLLM's insides, which change; it must be "
-            f"{SERIES}*; {REMEDY}"
+            f"{' or '.join(f'{one}*' for one in SERIES)}; {REMEDY}"
         )
 
 
