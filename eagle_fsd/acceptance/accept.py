@@ -144,12 +144,20 @@ class Verified:
         p is known at every node, so there is a closed form: a node's gain is the sum over its children of
         p(child) * (1 + the child's gain), with p after the user's warpers.
         """
+        return self.carried_up(self.tree.depth, 1.0, 0.0)
+
+    def carried_up(self, levels: int, own: float, start: float) -> Tensor:
+        """Return values of the nodes after so many rounds from `start` on: [B, N].
+
+        In each round a node gets the sum over its children of p(child) * (own + the child's value), with p
+        after the user's warpers, which carries values one level up.
+        """
         p = self.drawn_p()
         below = self.tree.children.to(p.dtype)  # [B, N, N]
-        gains = torch.zeros_like(p)
-        for _ in range(self.tree.depth):  # each round carries gains one level up
-            gains = (below * (p * (1 + gains))[:, None, :]).sum(-1)
-        return gains
+        values = torch.full_like(p, start)
+        for _ in range(levels):
+            values = (below * (p * (own + values))[:, None, :]).sum(-1)
+        return values
 
     def allowed(self, exact_eos: bool) -> Tensor:
         """Return the nodes that a relaxed rule may follow: [B, N] bool.

@@ -247,10 +247,8 @@ class FLy:
     def chances(self, verified: Verified) -> Tensor | None:
         if self.exact or self.window >= verified.tree.depth:
             return None
-        p, below = verified.drawn_p(), verified.tree.children.float()  # [B, N], [B, N, N]
-        reached = torch.ones_like(p)  # how likely the draws accept so many tokens below each node
-        for _ in range(self.window):
-            reached = (below * (p * reached)[:, None, :]).sum(-1)
+        # How likely the draws accept so many tokens below each node: [B, N].
+        reached = verified.carried_up(self.window, 0.0, 1.0)
         unsure = verified.at_parent(entropy_of_three(verified)) >= self.entropy
         eligible = verified.allowed(self.exact_eos) & unsure & (reached > 0)
         return reached * likeliest_chances(verified.tree, eligible, verified.tree.node_log_q())
@@ -258,11 +256,10 @@ class FLy:
 
 def entropy_of_three(verified: Verified) -> Tensor:
     """Return the sum of -p log p over p's three likeliest tokens at every node: [B, N], at most 3 / e."""
-    if verified.sampling.greedy:
-        best, _ = topk(verified.logits, min(3, verified.logits.shape[-1]))
-        return torch.special.entr((best - logsumexp(verified.logits)).exp()).sum(-1)
-    best, _ = topk(verified.warped.probs, min(3, verified.warped.probs.shape[-1]))
-    return torch.special.entr(best).sum(-1)
+    greedy = verified.sampling.greedy
+    table = verified.logits if greedy else verified.warped.probs
+    best, _ = topk(table, min(3, table.shape[-1]))
+    return torch.special.entr((best - logsumexp(table)).exp() if greedy else best).sum(-1)
 
 
 def log_p_at_temperature(verified: Verified) -> Tensor:

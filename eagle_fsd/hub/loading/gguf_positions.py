@@ -47,13 +47,12 @@ def read_positions(config: transformers.PreTrainedConfig, path: str, name: str) 
         rope.update(LLAMA3, factor=float(factors[ALL].max()))
         known = is_llama3(config, factors[ALL])
     elif scaling is not None:
-        known = original is not None and {LONG, SHORT} <= factors.keys()
-        if known:
-            rope.update({"rope_type": "longrope", "original_max_position_embeddings": original})
-            rope.update(long_factor=factors[LONG].tolist(), short_factor=factors[SHORT].tolist())
-            if (attention := field_of(reader, "rope.scaling.attn_factor")) is not None:
-                rope["attention_factor"] = attention
-            known = all(2 * len(factors[one]) == rotated for one in (LONG, SHORT))
+        lists = {f"{part}_factor": factors.get(one, ()) for part, one in (("long", LONG), ("short", SHORT))}
+        known = original is not None and all(2 * len(values) == rotated for values in lists.values())
+        rope.update({"rope_type": "longrope", "original_max_position_embeddings": original})
+        rope.update({part: list(map(float, values)) for part, values in lists.items()})
+        if (attention := field_of(reader, "rope.scaling.attn_factor")) is not None:
+            rope["attention_factor"] = attention
     elif kind == "none" or factor in (None, 0.0, 1.0):
         return
     elif kind == "yarn":

@@ -32,8 +32,8 @@ def check_vectors(model: transformers.PreTrainedModel, path: str, name: str) -> 
     if (found := sum(held.values())) > taken:
         raise ValueError(
             f"target {name!r} has {found} norms and biases ({', '.join(sorted(held))}), and "
-            f"{type(model).__name__} a place for {taken}: texts "
-            "would be wrong; name the model's folder or Hub id"
+            f"{type(model).__name__} a place for {taken}: texts would be wrong; name the model's folder or "
+            "Hub id"
         )
 
 
