@@ -277,6 +277,19 @@ def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:
     assert answers(path, replace(PLAN, rows=5)) == before
 
 
+def test_a_file_of_another_chat_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a release that did not note the template goes on."""
+    path = tmp_path / "a.jsonl"
+    before = answers(path)
+    monkeypatch.setattr(LetterTokenizer, "chat_template", "another")
+    with pytest.raises(ValueError, match=r"a\.jsonl was made .* \(chat_template was \w+, now \w+\): name"):
+        answers(path)
+    settings = path.with_name("a.jsonl.settings.json")
+    known = json.loads(settings.read_text())
+    settings.write_text(json.dumps({name: known[name] for name in known if name != "chat_template"}))
+    assert answers(path) == before
+
+
 def test_answers_go_on_however_the_targets_folder_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

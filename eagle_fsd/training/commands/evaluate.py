@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "base_model": engine.base_model,
             "ea_model": engine.ea_model,
             "dtype": str(engine.dtype).removeprefix("torch."),
+            "runtime": engine.runtime,
+            "weight_format": engine.weight_format,
             "tree": str(tree),
             "prompts": len(prompts),
             "max_new_tokens": arguments.max_new_tokens,

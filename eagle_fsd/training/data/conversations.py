@@ -36,6 +36,7 @@ SHORTEST_OWN_PROMPT = 3  # words; of scripts without spaces every character coun
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 LEFT_OUT = "left_out"
 DRAWS = "seed, number"  # what names the stream that a row is drawn from
+TEMPLATE = "chat_template"
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,11 @@ def answer_prompts(
         return {"temperature": temperature, "conversations": [*turns, {"role": "assistant", "content": text}]}
 
     settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
-    identity = {"target": writer_identity(plan.base_model, target), "prompts": digest_json(prompts)}
+    identity = {
+        "target": writer_identity(plan.base_model, target),
+        "prompts": digest_json(prompts),
+        TEMPLATE: digest_json(tokenizer.chat_template),
+    }
     file = RowFile(path, identity | settings | {"draws": DRAWS})
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
     answered = [row for row in rows if turns_of(row, str(path))[-1]["content"].strip()]
@@ -230,6 +235,7 @@ class RowFile:
             known = read_records(self.settings)  # empty if it is broken
             changed = f"{self.settings.name} holds nothing"
             if known:
+                known.setdefault(TEMPLATE, identity.get(TEMPLATE))  # earlier releases did not note it
                 known["target"] = respelled(known.get("target"), identity.get("target") or {})
                 changed = differences({name: known[name] for name in known if name != LEFT_OUT}, identity)
         if changed:
