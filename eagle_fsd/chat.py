@@ -27,7 +27,13 @@ from eagle_fsd.cli.flags.parser import (
     new_parser,
 )
 from eagle_fsd.cli.flags.processing import add_template_flag, with_bad_words
-from eagle_fsd.cli.mistakes import UserError, explain_lack_of_memory, raise_user_errors, run_on_stdout
+from eagle_fsd.cli.mistakes import (
+    UserError,
+    end_line,
+    explain_lack_of_memory,
+    raise_user_errors,
+    run_on_stdout,
+)
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.cli.start import begin_early, load_model
 from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
@@ -129,7 +135,7 @@ class Chat:
         written = StreamedText(self.model.tokenizer, options.stops)
         answer: Answer | None = None
         try:
-            with defer_interrupt() as stop:
+            with defer_interrupt() as stop, end_line(self.out, lambda: bool(answer and answer.token_ids)):
                 stream = self.model.stream(input_ids, options=options)  # measures the tree if it is auto
                 self.trees[by_budget] = stream.tree
                 answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)

@@ -28,6 +28,7 @@ from eagle_fsd.cli.flags.processing import with_bad_words
 from eagle_fsd.cli.many_answers import answer_together
 from eagle_fsd.cli.mistakes import (
     UserError,
+    end_line,
     explain_lack_of_memory,
     raise_user_errors,
     report_mistake,
@@ -93,6 +94,7 @@ def answer_prompt(
     try:
         with (
             defer_interrupt(patient=model.target.ranks.several) as stop,
+            end_line(out, lambda: bool(answer.token_ids) and not args.json),
             contextlib.closing(run_steps(stream)) as steps,
         ):
             for token_ids in steps:

@@ -171,10 +171,13 @@ def test_a_chat_that_is_too_long_is_said_and_forgotten(
     assert said == text_alone(chat_ids(), max_new_tokens=15) + "\n" and "shorten the prompt" in told
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 def test_memory_that_ends_in_an_answer_does_not_end_the_chat(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int
 ) -> None:
-    left, verify = iter([True]), TargetSession.verify
+    """What is there of the answer keeps its line."""
+    tiny_engine()  # which verifies a tree as it is made
+    left, verify = iter([False] * steps + [True]), TargetSession.verify
 
     def full_at_first(session: TargetSession, tree: DraftTree) -> tuple[Tensor, Tensor]:
         if next(left, False):
@@ -184,7 +187,13 @@ def test_memory_that_ends_in_an_answer_does_not_end_the_chat(
     monkeypatch.setattr(TargetSession, "verify", full_at_first)
     assert say(monkeypatch, "Tell me all\nHi\n") == 0
     said, told = capsys.readouterr()
-    assert said == text_alone(chat_ids(), max_new_tokens=15) + "\n" and "out of memory (CUDA" in told
+    answer = text_alone(chat_ids(), max_new_tokens=15) + "\n"
+    assert said.endswith(answer) and "out of memory (CUDA" in told
+    begun = said.removesuffix(answer)
+    assert (begun == "") == (steps == 0)
+    if begun:
+        whole = text_alone(chat_ids([{"role": "user", "content": "Tell me all"}]), max_new_tokens=15)
+        assert len(begun) > 1 and begun[-1] == "\n" and whole.startswith(begun[:-1])
 
 
 @contextlib.contextmanager

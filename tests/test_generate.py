@@ -1030,9 +1030,10 @@ def test_logits_that_are_not_finite_are_one_line(
             raise NonFiniteLogits(step + 1, 0)
 
     model.during = fail
-    code, _, err = run(capsys, "Hello?")
+    code, out, err = run(capsys, "Hello?")
     assert code == 2 and err.count("\n") == 1
     assert f"error: step {step + 1} of row 0: the target's logits are not finite" in err and "dtype" in err
+    assert bool(out) == (step > 0) and out.count("\n") == out.endswith("\n") == (step > 0)
 
 
 @pytest.mark.parametrize("step", [0, 2])

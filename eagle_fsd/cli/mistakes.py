@@ -48,6 +48,20 @@ def explain_lack_of_memory() -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def end_line(out: TextIO, is_open: Callable[[], bool]) -> Iterator[None]:
+    """End the line of a text that an error breaks off, so that the error is told on a line of its own."""
+    try:
+        yield
+    except OSError:  # perhaps of `out` itself
+        raise
+    except Exception:
+        if is_open():
+            out.write("\n")
+            out.flush()
+        raise
+
+
 def run_on_stdout(work: Callable[[TextIO], int], program: str, verbose: bool) -> int:
     """Run a program's work, which writes text to stdout, and return the exit code.
 

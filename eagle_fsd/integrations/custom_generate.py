@@ -134,6 +134,7 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
     options = {mine: given[name] for name, mine in SAME.items() if name in given}
     own = getattr(model, "generation_config", None)
     options["do_sample"] = bool(given.get("do_sample", getattr(own, "do_sample", None)))
+    options.setdefault("num_return_sequences", getattr(own, "num_return_sequences", None) or 1)
     if not options["do_sample"]:
         options.pop("temperature", None)  # has no effect there, as in `generate`
     new, most = (given.get(name, getattr(own, name, None)) for name in ("max_new_tokens", "max_length"))

@@ -260,6 +260,9 @@ def test_sampling_rules_and_statistics(repository: str) -> None:
     assert exact.rule.threshold == 0 and exact.new_tokens != fuzzy.new_tokens
     several = model.generate(prompts(1), num_return_sequences=4, temperature=1.3, **shared)
     assert several.sequences.shape[0] == 4
+    model.generation_config.num_return_sequences = 4
+    assert torch.equal(model.generate(prompts(1), temperature=1.3, **shared).sequences, several.sequences)
+    model.generation_config.num_return_sequences = None
     assert model.generate(prompts(1), rule="typical", **shared).rule.epsilon == 0.3
     looked_up = model.generate(prompts(1), ea_model="none", **shared)
     assert looked_up.stats[0].sources["head"] == 0
