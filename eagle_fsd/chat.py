@@ -35,7 +35,7 @@ from eagle_fsd.cli.mistakes import (
     run_on_stdout,
 )
 from eagle_fsd.cli.ranks import on_every_rank
-from eagle_fsd.cli.start import begin_early, load_model
+from eagle_fsd.cli.start import begin_early, load_model, measure_later
 from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
 from eagle_fsd.core.config import AutoThreshold, TreeConfig
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
@@ -93,7 +93,7 @@ class Chat:
         self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
         self.adapter = adapter
         self.kept = PromptCache(conversation.args.prefix_tokens)
-        # Settled with the first answer, since measuring takes long: with a quality budget, and without.
+        # Settled with the first answers: with a quality budget, and without.
         self.trees: dict[bool, TreeConfig] = {}
         ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
         self.check_rule(conversation.options)
@@ -127,6 +127,7 @@ class Chat:
         options = with_bad_words(self.conversation.options, args, self.model)
         options = replace(options, seed=[(self.seed, self.number)])
         by_budget = isinstance(options.rule, AutoThreshold)
+        options = measure_later(options)
         tree = self.trees.get(by_budget, options.tree)
         options = replace(
             options, observer=origins if self.coloured else None, tree=tree, prompt_cache=self.kept
@@ -136,7 +137,7 @@ class Chat:
         answer: Answer | None = None
         try:
             with defer_interrupt() as stop, end_line(self.out, lambda: bool(answer and answer.token_ids)):
-                stream = self.model.stream(input_ids, options=options)  # measures the tree if it is auto
+                stream = self.model.stream(input_ids, options=options)
                 self.trees[by_budget] = stream.tree
                 answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)
                 answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
@@ -161,6 +162,8 @@ class Chat:
             self.adapter.add(input_ids[0].tolist(), answer.token_ids)
             with defer_interrupt():
                 self.adapter, _ = update_between(self.adapter)
+        if not answer.interrupted and self.model.settler.measure_postponed():
+            del self.trees[by_budget]  # the next answer has the one that was chosen
 
     def show(self, pieces: Sequence[tuple[str, str]]) -> None:
         for text, origin in pieces:

@@ -36,7 +36,7 @@ from eagle_fsd.cli.mistakes import (
 )
 from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_arguments
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.cli.start import begin_early, load_model
+from eagle_fsd.cli.start import begin_early, load_model, measure_later
 from eagle_fsd.core.checks import (
     INTERRUPTED,
     defer_interrupt,
@@ -219,6 +219,8 @@ def answer_prompts(
     adapter: HeadAdapter | None,
 ) -> int:
     """Answer the prompts [1, L] in turn and return the exit code. adapter: learns from the answers."""
+    if not args.baseline:
+        options = measure_later(options)
     for number, (prompt, stream) in enumerate(zip(prompts, options.seed, strict=True), 1):
         of_prompt = replace(options, seed=[stream])
         try:
@@ -240,7 +242,15 @@ def answer_prompts(
             tell(show_memory(answer.memory))
         if answer.interrupted:
             return INTERRUPTED
-        if number < len(prompts):
+        more = number < len(prompts)
+        try:
+            with raise_user_errors():
+                model.settler.measure_postponed()
+        except KeyboardInterrupt:
+            if more:
+                raise
+            tell("interrupted: the tree's size is measured another time")
+        if more:
             with defer_interrupt() as stop:
                 adapter, _ = update_between(adapter)
             if stop.is_set():

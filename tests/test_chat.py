@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
 from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, write_calibrations
+from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.cli import mistakes
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
 from eagle_fsd.core.checks import ENDING
@@ -148,19 +149,26 @@ def test_the_threshold_and_the_seed_change_what_follows(
 def test_a_budget_has_its_own_tree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It holds for the calibration's tree, and not for one that was chosen for other rules before."""
-    model = tiny_engine()
+    """It holds for the calibration's tree, and not for one that was chosen for other rules before.
+
+    No answer waits for a measurement: the first one has a usual tree.
+    """
+    model, measured = tiny_engine(), []
     one = CalibratedThreshold("js", "hybrid", "draft", 0.3, 0.01, 0.015, 2.5, 2.2)
     made = Calibration(model.identity(), SamplingConfig(0.5), TreeConfig(6, 3, 2), 0.95, 40, (one,))
     write_calibrations(tmp_path / FILE, [made])
     monkeypatch.setattr(model.settler, "folder", tmp_path)
-    monkeypatch.setattr(model.settler, "choose_tree", lambda *_: SimpleNamespace(tree=TreeConfig(12, 3, 4)))
+    chosen = SimpleNamespace(tree=TreeConfig(12, 3, 4))
+    monkeypatch.setattr(TreeChooser, "is_quiet", lambda _: True)
+    monkeypatch.setattr(TreeChooser, "remembered", lambda *_: chosen if measured else None)
+    monkeypatch.setattr(model.settler, "choose_tree", lambda *_: measured.append(1) or chosen)
     monkeypatch.setattr(chat, "load_model", lambda args: model)
     lines = "Hi\n/threshold auto\nHi\n/threshold 0.2\nHi\n/threshold auto\nHi\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert chat.main(["--temperature", "0.5", "--max-new-tokens", "4"]) == 0
     told = capsys.readouterr().err
-    assert re.findall(r"tree ([0-9/]+)", told) == ["12/3/4", "6/3/2", "12/3/4", "6/3/2"]
+    assert re.findall(r"tree ([0-9/.]+)", told) == ["8/6/4/0.1", "6/3/2", "12/3/4", "6/3/2"]
+    assert measured == [1, 1], "after the first answer, and for the third"
 
 
 def test_a_chat_that_is_too_long_is_said_and_forgotten(

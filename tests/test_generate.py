@@ -85,6 +85,7 @@ class ScriptedModel:
         self.per_step = per_step
         self.calls: list[tuple[str, str, dict[str, Any]]] = []
         self.during = lambda step: None
+        self.settler = SimpleNamespace(measure_postponed=lambda: False)
 
     def stream(self, input_ids: torch.Tensor, options: GenerationOptions) -> SimpleNamespace:
         self.calls.append(("stream", self.tokenizer.decode(input_ids[0].tolist()), vars(options)))
@@ -1034,6 +1035,26 @@ def test_logits_that_are_not_finite_are_one_line(
     assert code == 2 and err.count("\n") == 1
     assert f"error: step {step + 1} of row 0: the target's logits are not finite" in err and "dtype" in err
     assert bool(out) == (step > 0) and out.count("\n") == out.endswith("\n") == (step > 0)
+
+
+def test_the_tree_is_measured_behind_the_answer(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Nobody waits for it; it is measured first for a comparison. Ctrl-C puts it off, or ends a file."""
+    assert run(capsys, "Hello?")[0] == 0
+    run(capsys, "--baseline", "Hello?")
+    later = [options["tree"].later for name, _, options in model.calls if name == "stream"]
+    assert later == [True, False]
+
+    def interrupted() -> None:
+        assert capsys.readouterr().out.endswith("\n"), "the whole answer is there"
+        raise KeyboardInterrupt
+
+    model.settler.measure_postponed = interrupted
+    assert run(capsys, "Hello?") == (0, "", "interrupted: the tree's size is measured another time\n")
+    two = tmp_path / "two.jsonl"
+    two.write_text('{"prompt": "Hello?"}\n' * 2)
+    assert run(capsys, "--prompt-file", str(two)) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("step", [0, 2])

@@ -26,7 +26,7 @@ from eagle_fsd.acceptance.divergence import require_listed, require_sparse
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.autotune.tree_chooser import TreeChooser
-from eagle_fsd.autotune.tree_search import Choice
+from eagle_fsd.autotune.tree_search import Choice, usual_tree
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.decoding.request import Prompts, Request, end_token_ids
@@ -72,6 +72,7 @@ class Settler:
     ) -> None:
         self.target, self.drafter, self.name = target, drafter, name
         self.tokenizer, self.folder = tokenizer, folder
+        self._postponed: tuple[Any, ...] | None = None  # what a tree is to be chosen for, see AutoTree.later
         self._chooser: TreeChooser | None = None
         self._identity: tuple[Any, dict[str, Any]] | None = None  # and the state of the weights then
         self._choosing = threading.Lock()  # concurrent measurements would slow each other down
@@ -97,7 +98,7 @@ class Settler:
         self.require_rule(rule)
         if isinstance(tree, AutoTree):
             setting = (sampling, together or len(prompts), prompts.context, prompts.rows[:4])
-            tree = self.choose_tree(tree, rule, *setting).tree
+            tree = self._tree_now(tree, rule, *setting)
             plans = isinstance(rule, Fuzzy) and rule.price > 0
             holds = calibrated is None or (plans and plan_holds(calibrated, tree))
             if isinstance(options.rule, AutoThreshold) and not holds:
@@ -125,16 +126,59 @@ class Settler:
         prompts: Sequence[Sequence[int]] = (),
     ) -> Choice:
         """Choose the draft tree with the most tokens per second; see EagleFSD.choose_tree."""
+        chooser = self._chooser_of(wanted)
+        with self._choosing:
+            choice = chooser(wanted, partial(self._texts, prompts), rule, sampling, batch, context)
+        logger.info("%s", choice)
+        return choice
+
+    def measure_postponed(self) -> bool:
+        """Choose the tree that texts did not wait for, and return whether there is one now.
+
+        A busy machine is left alone: what is measured there is not remembered.
+        """
+        asked, self._postponed = self._postponed, None
+        if asked is None:
+            return False
+        chooser = self._chooser_of(asked[0])
+        with self._choosing:
+            quiet = chooser.is_quiet()
+            if quiet:
+                chooser.announce("; Ctrl-C puts it off")
+        if not quiet:
+            logger.info("the machine is busy: the draft tree's size is measured another time")
+            return False
+        self.choose_tree(*asked)
+        return True
+
+    def _tree_now(
+        self,
+        wanted: AutoTree,
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+        prompts: Sequence[Sequence[int]],
+    ) -> TreeConfig:
+        """Return the tree with the most tokens per second, or a usual one where measuring it is put off."""
+        if wanted.later:
+            chooser, texts = self._chooser_of(wanted), partial(self._texts, prompts)
+            with self._choosing:
+                known = chooser.remembered(wanted, texts, rule, sampling, batch, context)
+            if known is None:
+                self._postponed = (wanted, rule, sampling, batch, context, prompts)
+                return usual_tree(wanted, self.target.device.type, self.tokens)
+        return self.choose_tree(wanted, rule, sampling, batch, context, prompts).tree
+
+    def _chooser_of(self, wanted: AutoTree) -> TreeChooser:
+        """Return what chooses trees. Raises ValueError if such a tree cannot be drafted."""
         if self.drafter is None:
             raise ValueError(f"there is no draft head to choose a tree for: {WITHOUT_HEAD}")
         self.check_beam(wanted.top_k or 1)
         with self._choosing:
             if self._chooser is None:
                 self._chooser = TreeChooser(self.target, self.drafter, self.name)
-            texts = partial(self._texts, prompts)
-            choice = self._chooser(wanted, texts, rule, sampling, batch, context)
-        logger.info("%s", choice)
-        return choice
+        return self._chooser
 
     def _texts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the texts to observe the drafter on: the example prompts, or else these."""

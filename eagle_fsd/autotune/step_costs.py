@@ -6,6 +6,7 @@ still take minutes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
@@ -25,7 +26,15 @@ from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Observer, Request
 from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter, Seen
-from eagle_fsd.runtime.timing import RECORDED, Call, Key, disagreement, synchronizer, time_in_turn
+from eagle_fsd.runtime.timing import (
+    RECORDED,
+    Call,
+    CoreWait,
+    Key,
+    disagreement,
+    synchronizer,
+    time_in_turn,
+)
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -118,13 +127,15 @@ class BesideOneNode:
         self.one_node, self.target = one_node, target
         self._seconds: list[float] = []  # of one node, each time
         self._spreads: list[float] = []
+        self._waiting = CoreWait()
 
     def __call__(self, calls: Mapping[Key, Call]) -> dict[Key, float]:
         """Return the median seconds of each call over those of one node."""
         untimed = RECORDED if self.target.stepper.view else 1
         in_turn: dict[Key | None, Call] = {} if self.slow else {None: self.one_node}
         in_turn.update(calls.items())
-        repeats = time_in_turn(in_turn, self.target.device, untimed, REPEATS, agree=self.target.ranks.lead)
+        how = {"agree": self.target.ranks.lead, "waiting": self._waiting}
+        repeats = time_in_turn(in_turn, self.target.device, untimed, REPEATS, **how)
         median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
         if not self.slow:
             self._seconds.append(median[None])
@@ -141,8 +152,20 @@ class BesideOneNode:
 
     @property
     def spread(self) -> float:
-        """How much the repeats of a call disagree in the median, or one node's from first to last."""
-        return max(statistics.median(self._spreads), disagreement(self._seconds))
+        """How much other work slows calls down: see `measure_forwards`."""
+        return max(statistics.median(self._spreads), disagreement(self._seconds), self._waiting.share)
+
+
+@torch.inference_mode()
+def disturbance(target: TargetModel) -> float:
+    """Return how much other work slows forwards down at this moment; see `measure_forwards`."""
+    session, roots = TargetSession(target, 1, 4), torch.zeros(1, dtype=torch.int64, device=target.device)
+    session.prefill(roots[:, None], [1])
+    one_node = functools.partial(session.verify, root_only(roots, target.vocab_size))
+    with target.stepper.running(1):
+        times = BesideOneNode(Call(one_node, one_node), target)
+        times({})
+    return times.spread
 
 
 @torch.inference_mode()
@@ -151,8 +174,9 @@ def measure_forwards(
 ) -> tuple[Forwards, float]:
     """Time the forwards of a step on a cache of `context` slots, whose contents do not matter.
 
-    The times depend neither on the rule nor on the sampling. The second value is BesideOneNode.spread: above
-    timing.BUSY the machine was busy with other work, and the times are unreliable.
+    The times depend neither on the rule nor on the sampling. The second value says how much other work slowed
+    them down: how much the repeats of a call disagree in the median, or one node's from first to last, or how
+    long threads waited for a core. Above timing.BUSY the times are unreliable.
     """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
@@ -203,9 +227,11 @@ def measure_overhead(
     """Time the work of a step beside its forwards, with a small draft, with a usual one, and without one.
 
     beam: the widest beam that the head drafts. The time depends on the kind of rule and on which warpers are
-    on, and not on a threshold, the temperature, or the values of top-k and top-p. The second value is the
-    disagreement of two runs. A run before them is not counted: graphs are compiled in it.
+    on, and not on a threshold, the temperature, or the values of top-k and top-p. The second value says how
+    much other work slowed them down: how much two runs disagree, or how long threads waited for a core. A run
+    before them is not counted: graphs are compiled in it.
     """
+    waiting = CoreWait()
     plain = TreeConfig(1)
     trees = [TreeConfig.within(nodes, depth, min(top_k, beam)) for nodes, depth, top_k in TIMED_TREES]
     found: dict[TreeConfig, list[float]] = {tree: [] for tree in (*trees, plain)}
@@ -213,12 +239,13 @@ def measure_overhead(
         for tree, seconds in found.items():
             spec = NoDrafter(target.vocab_size) if tree is plain else drafting
             prompts = [[0] * 4] * batch
-            median = decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS)
+            with waiting.counted() if counted else contextlib.nullcontext():
+                median = decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS)
             if counted:
                 seconds.append(median)
     median_of = {tree.total_tokens: statistics.median(seconds) for tree, seconds in found.items()}
     overhead = StepOverhead(plain=median_of.pop(plain.total_tokens), drafted=median_of)
-    return overhead, max(disagreement(found[tree]) for tree in trees)
+    return overhead, max(*(disagreement(found[tree]) for tree in trees), waiting.share)
 
 
 def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:

@@ -12,7 +12,7 @@ Three things are measured separately, since each depends on less than the choice
   serve 0.31 too.
 
 The choice follows from the three by arithmetic. Times taken on a busy machine are used by this process but
-not remembered.
+not remembered. Where nobody should wait for measurements, `remembered` does without.
 """
 
 from __future__ import annotations
@@ -26,10 +26,19 @@ from typing import Any, TypeVar
 import torch
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.autotune.on_disk import (
+    choice_from_json,
+    forwards_from_json,
+    forwards_to_json,
+    observations_from_json,
+    observations_to_json,
+    overhead_from_json,
+    overhead_to_json,
+)
 from eagle_fsd.autotune.step_costs import (
     BEAMS,
     WIDE,
-    WIDTHS,
+    disturbance,
     measure_forwards,
     measure_overhead,
     observe,
@@ -55,6 +64,10 @@ NARROW = 4  # a relaxed rule is observed separately with each beam up to this wi
 METHOD = 9  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
 
 Measured = TypeVar("Measured")
+
+
+class NotMeasured(Exception):
+    """A choice needs a measurement, and none may be made now."""
 
 
 def runtime_parts(target: TargetModel) -> list[object]:
@@ -91,6 +104,7 @@ class TreeChooser:
             self.machine["ranks"] = target.ranks.size
         self.known: dict[str, Any] = {}  # by key: all that this process has measured, read or chosen
         self.announced = False
+        self.may_measure = True
         self.may_remember = True  # whether choices may be: all measurements so far were reliable
 
     def __call__(
@@ -121,6 +135,16 @@ class TreeChooser:
         setting = (repr(wanted), observation_kind(rule), warpers(rule, sampling), batch, context)
         key = record_key(f"choice {METHOD}", self.models, self.machine, *setting)
         return self.recall_or_measure(key, choose_now, dataclasses.asdict, choice_from_json)
+
+    def remembered(self, *asked: Any) -> Choice | None:
+        """Return the choice for what a call is asked if nothing has to be measured for it, else None."""
+        self.may_measure = False
+        try:
+            return self(*asked)
+        except NotMeasured:
+            return None
+        finally:
+            self.may_measure = True
 
     def compute_choice(
         self,
@@ -184,6 +208,7 @@ class TreeChooser:
         """Return the time of accept and keep on this machine."""
 
         def measure() -> tuple[StepOverhead, bool]:
+            self.announce()
             found, spread = measure_overhead(self.target, self.drafting, beam, batch, rule, sampling)
             return found, self.is_idle(spread) and has_stable_repr(rule)
 
@@ -191,20 +216,27 @@ class TreeChooser:
         key = record_key("overhead", self.models, self.machine, *setting)
         return self.recall_or_measure(key, measure, overhead_to_json, overhead_from_json)
 
-    def announce(self) -> None:
-        """Log once in a process why nothing happens for a while."""
+    def announce(self, more: str = "") -> None:
+        """Log once in a process why nothing happens for a while. Raises NotMeasured if nothing may happen."""
+        if not self.may_measure:
+            raise NotMeasured
         if not self.announced:
             logger.warning(
                 "measuring this target, head and machine once, to choose the draft tree's size: a minute or "
-                "two; a size of your own does without (--total-tokens 8) ..."
+                "two; a size of your own does without (--total-tokens 8)%s ...",
+                more,
             )
             self.announced = True
+
+    def is_quiet(self) -> bool:
+        """Say whether the machine has no other work at this moment, as far as a few forwards show."""
+        return self.target.ranks.lead(disturbance(self.target) <= BUSY)
 
     def is_idle(self, spread: float) -> bool:
         """Say whether the machine had no other work while it timed repeats that disagree by `spread`."""
         if spread > BUSY:
             logger.warning(
-                "the machine seems busy (timings of the same call differ by %.0f %%): this choice is not "
+                "the machine is busy (other work slows timings down by about %.0f %%): this choice is not "
                 "remembered, and the next start measures again",
                 100 * spread,
             )
@@ -234,7 +266,7 @@ class TreeChooser:
         return self.known[key]
 
 
-# -- what a measurement depends on ----------------------------------------
+# --- what a measurement depends on ---
 
 
 def observation_kind(rule: AcceptanceRule) -> str:
@@ -276,58 +308,3 @@ def warpers(rule: AcceptanceRule, sampling: SamplingConfig) -> list[bool]:
     if sampling.greedy:
         return [True]
     return [False, sampling.top_k > 0, sampling.top_p < 1, Terms((), rule, sampling).shares_noise]
-
-
-# -- on disk ----------------------------------------
-
-
-def choice_from_json(found: dict[str, Any]) -> Choice:
-    return Choice(**{**found, "tree": TreeConfig(**found["tree"])})
-
-
-def forwards_to_json(found: Forwards) -> dict[str, Any]:
-    return {"verify": list(found.verify.items()), "draft": list(found.draft.items())}
-
-
-def forwards_from_json(found: dict[str, Any]) -> Forwards:
-    verify = {int(width): positive(seconds) for width, seconds in found["verify"]}
-    draft = {int(beam): (positive(first), float(further)) for beam, (first, further) in found["draft"]}
-    if verify.keys() != {1, *WIDTHS} or not draft:
-        raise ValueError(f"widths {sorted(verify)} and beams {sorted(draft)} are not what is measured")
-    return Forwards(verify, draft)
-
-
-def overhead_to_json(found: StepOverhead) -> dict[str, Any]:
-    return {"drafted": list(found.drafted.items()), "plain": found.plain}
-
-
-def overhead_from_json(found: dict[str, Any]) -> StepOverhead:
-    drafted = {int(nodes): positive(seconds) for nodes, seconds in found["drafted"]}
-    if len(drafted) < 2:
-        raise ValueError(f"{sorted(drafted)} are too few sizes of trees for a line")
-    return StepOverhead(drafted, positive(found["plain"]))
-
-
-def positive(seconds: object) -> float:
-    """Return the seconds. Raises ValueError unless they are positive and finite."""
-    if not isinstance(seconds, float) or not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds!r} are not positive, finite seconds")
-    return seconds
-
-
-def observations_to_json(found: Sequence[Observation]) -> list[Any]:
-    """Return observations as lists, with scores rounded to six decimals: that is a tenth of the size."""
-    return [[one.parents, one.depths, [round(score, 6) for score in one.scores], one.path] for one in found]
-
-
-def observations_from_json(found: list[Any]) -> list[Observation]:
-    seen = [Observation(*one) for one in found]
-    for one in seen:
-        nodes = range(len(one.parents))
-        above = all(-1 <= parent < node for node, parent in enumerate(one.parents))
-        inside = all(node in nodes for node in one.path)
-        if not len(one.parents) == len(one.depths) == len(one.scores) > 0 or not above or not inside:
-            raise ValueError("a step's tree is damaged")
-    if not seen:
-        raise ValueError("there are no steps")
-    return seen

@@ -16,7 +16,7 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from torch import Tensor
@@ -113,6 +113,18 @@ class Choice:
         if self.tree.total_tokens == 1:
             return "plain decoding: no draft tree is expected to pay here"
         return f"tree {self.tree}: tau {self.tau:.2f} and {gain:.2f} times plain decoding expected"
+
+
+def usual_tree(wanted: AutoTree, device: str, widest: int) -> TreeConfig:
+    """Return a tree that is fast on most machines, for texts that do not wait for measurements.
+
+    device: its type, such as "cpu". widest: how many tokens can be drafted.
+    """
+    usual = TreeConfig(8, 6, 4, 0.1) if device == "cpu" else TreeConfig(60, 6, 10)
+    top_k = usual.top_k if wanted.top_k is None else wanted.top_k
+    tree = TreeConfig.within(usual.total_tokens, wanted.depth or usual.depth, min(top_k, widest))
+    least = usual.min_confidence if wanted.min_confidence is None else wanted.min_confidence
+    return replace(tree, min_confidence=least)
 
 
 def choose(

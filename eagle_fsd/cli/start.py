@@ -9,12 +9,14 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from eagle_fsd.core.config import AutoTree
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 
 if TYPE_CHECKING:  # torch takes seconds to import
+    from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
 
 # The flags that tell which graphs are compiled at a start.
@@ -73,3 +75,9 @@ def load_model(args: argparse.Namespace) -> EagleFSD:
     base_model = DEFAULT_TARGET if args.base_model is None else args.base_model
     options = LoadOptions(**{field.name: getattr(args, field.name) for field in fields(LoadOptions)})
     return EagleFSD.from_pretrained(base_model, args.ea_model, options)
+
+
+def measure_later(options: GenerationOptions) -> GenerationOptions:
+    """Return the options of a text that does not wait till its tree is measured, see AutoTree.later."""
+    tree = options.tree
+    return replace(options, tree=replace(tree, later=True)) if isinstance(tree, AutoTree) else options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
@@ -146,12 +146,14 @@ class TreeConfig:
 class AutoTree:
     """Asks for the tree with the most tokens per second, measured on this machine with this head.
 
-    depth, top_k, min_confidence: a given value is kept, None is measured too; see TreeConfig.
+    depth, top_k, min_confidence: a given value is kept, None is measured too; see TreeConfig. later: texts do
+    not wait for measurements. They have a usual tree till Settler.measure_postponed has made them.
     """
 
     depth: int | None = None
     top_k: int | None = None
     min_confidence: float | None = None
+    later: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.depth is not None:

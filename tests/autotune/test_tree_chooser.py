@@ -17,18 +17,17 @@ from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeC
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import Typical
 from eagle_fsd.autotune import step_costs, tree_chooser
-from eagle_fsd.autotune.step_costs import WIDTHS
-from eagle_fsd.autotune.tree_chooser import (
+from eagle_fsd.autotune.on_disk import (
     forwards_from_json,
     forwards_to_json,
-    observation_kind,
     observations_from_json,
     observations_to_json,
     overhead_from_json,
-    overhead_kind,
     overhead_to_json,
 )
-from eagle_fsd.autotune.tree_search import Choice, Observation
+from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.autotune.tree_chooser import observation_kind, overhead_kind
+from eagle_fsd.autotune.tree_search import Choice, Observation, usual_tree
 from eagle_fsd.core.config import SamplingConfig as Sampling
 from eagle_fsd.files.records import cache_file
 from eagle_fsd.runtime import timing
@@ -224,8 +223,13 @@ def test_a_rule_without_a_name_is_measured_and_not_remembered(measured: list[str
 # --- a busy machine ---
 
 
-def fake_clock(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -> None:
-    """Time forwards on a clock where a call takes a tick, longer by one of these factors."""
+def fake_clock(
+    monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float, waited: float = 0.0
+) -> None:
+    """Time forwards on a clock where a call takes a tick, longer by one of these factors.
+
+    waited: how long a thread waits for a core, over how long it runs.
+    """
     now, draw = [0.0], random.Random(0)
 
     def clock() -> float:
@@ -236,6 +240,11 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float
         made.append("measure_forwards")
         return step_costs.measure_forwards(*parts)
 
+    def thread_times() -> dict[str, tuple[int, int]]:
+        clock()
+        return {"thread": (int(1e9 * now[0]), int(1e9 * waited * now[0]))}
+
+    monkeypatch.setattr(timing, "thread_times", thread_times)
     real = timing.time_in_turn
     monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts, **more: real(*parts, clock=clock, **more))
     monkeypatch.setattr(tree_chooser, "measure_forwards", measure)
@@ -249,7 +258,7 @@ def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
     model = engine()
     with caplog.at_level(logging.WARNING):
         first = choose(model)
-    assert "the machine seems busy (timings of the same call differ by " in caplog.text
+    assert "the machine is busy (other work slows timings down by about " in caplog.text
     assert "this choice is not remembered" in caplog.text
     assert choose(model) == first and measured == ["observe", "measure_forwards", "measure_overhead"]
     choose(engine())
@@ -259,6 +268,65 @@ def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
     choose(engine())
     choose(engine())
     assert measured[4:] == ["measure_forwards"] and "busy" not in caplog.text
+
+
+def test_a_machine_whose_cores_are_taken_is_busy_though_its_times_agree(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_clock(monkeypatch, measured, 1.0, waited=0.5)
+    with caplog.at_level(logging.WARNING):
+        choose(engine())
+    assert "the machine is busy (other work slows timings down by about 50 %)" in caplog.text
+    choose(engine())
+    assert measured[3:] == ["measure_forwards"]
+
+
+# --- texts that do not wait ---
+
+LATER = AutoTree(later=True)
+
+
+def test_a_text_does_not_wait_for_its_tree(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_chooser, "disturbance", lambda target: 0.0)
+    model, wanted = engine(), choose(engine(3), context=20).tree
+    measured.clear()
+    for _ in range(2):
+        made = model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+        assert made.tree == TreeConfig(8, 6, 4, 0.1) and not measured
+    assert model.settler.measure_postponed() and sorted(measured) == sorted(MEASUREMENTS)
+    assert not model.settler.measure_postponed(), "once"
+    for same in (model, engine()):
+        assert same.generate(prompts_of([5]), max_new_tokens=4, tree=LATER).tree == wanted
+        assert not same.settler.measure_postponed() and len(measured) == 3
+
+
+def test_parts_that_are_known_make_a_choice_without_measuring(measured: list[str]) -> None:
+    choose(engine())
+    measured.clear()
+    made = engine().generate(prompts_of([5]), max_new_tokens=4, tree=AutoTree(depth=2, later=True))
+    assert made.tree == choose(engine(), wanted=AutoTree(depth=2)).tree and not measured
+
+
+def test_sizes_that_are_given_are_kept_till_the_others_are_measured() -> None:
+    asked = AutoTree(depth=2, top_k=3, min_confidence=0.0, later=True)
+    made = engine().generate(prompts_of([5]), max_new_tokens=4, tree=asked)
+    assert made.tree == TreeConfig(8, 2, 3)
+    assert usual_tree(AutoTree(), "cuda", 5) == TreeConfig(60, 6, 5)
+
+
+def test_a_busy_machine_is_not_measured_where_nobody_waits(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_clock(monkeypatch, measured, 1.0, waited=0.5)
+    model = engine()
+    model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+    with caplog.at_level(logging.INFO):
+        assert not model.settler.measure_postponed()
+    assert "the machine is busy: the draft tree's size is measured another time" in caplog.text
+    assert not measured
+    fake_clock(monkeypatch, measured, 1.0)
+    model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+    assert model.settler.measure_postponed() and measured
 
 
 # --- on disk ---

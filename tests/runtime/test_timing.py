@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +32,49 @@ from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of tests that run beside each other wait for cores."""
+    monkeypatch.setattr(timing, "thread_times", dict)
+
+
+# --- threads that wait for a core ---
+
+
+def test_what_threads_waited_is_counted_over_what_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread begins within, and another one ends."""
+    told = iter(({"1": (100, 50), "2": (10, 10)}, {"1": (160, 80), "3": (40, 10)}, {}, {}))
+    monkeypatch.setattr(timing, "thread_times", lambda: next(told))
+    waiting = timing.CoreWait()
+    assert waiting.share == 0
+    for _ in range(2):
+        with waiting.counted():
+            pass
+        assert waiting.share == pytest.approx((30 + 10) / (60 + 40))
+
+
+def test_only_repeats_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untimed call may compile with more threads than there are cores."""
+    ran: list[str] = []
+    monkeypatch.setattr(timing, "thread_times", lambda: ran.append("read") or {})
+    time_in_turn({"a": Call(lambda: ran.append("call"))}, CPU, most=2, waiting=timing.CoreWait())
+    assert ran == ["call", "read", "call", "call", "read"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system tells no waiting times")
+def test_this_thread_is_seen_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    thread = str(threading.get_native_id())
+    before, end = timing.thread_times()[thread], time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    ran, waited = (now - then for now, then in zip(timing.thread_times()[thread], before, strict=True))
+    assert ran > 0.03e9 and waited >= 0
+
+
+# --- calls ---
 
 
 class Clock:
