@@ -10,7 +10,6 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.commands import limits as script
 from eagle_fsd.evaluation.commands.limits import (
     Behind,
-    Forward,
     Machine,
     attention_operations,
     behind,
@@ -41,13 +40,11 @@ def test_every_number_of_nodes_is_timed_behind_a_prompt() -> None:
     config = target.config
     slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert found.cache_bytes == 28 * slot
-    assert [forward.nodes for forward in found.forwards] == [1, 3, 8]
+    assert list(found.verify) == [1, 3, 8] and min(found.verify.values()) > 0
     width = config.num_attention_heads * config.head_dim
     operations = 2 * target.parameter_count + 4 * 20 * width * config.num_hidden_layers
-    for forward in found.forwards:
-        assert forward.verify > 0
-        assert forward.reading == (target.weight_bytes + found.cache_bytes) / 1e6
-        assert forward.multiplying == pytest.approx(forward.nodes * operations / 1e9)
+    assert found.reading == (target.weight_bytes + found.cache_bytes) / 1e6
+    assert found.node == pytest.approx(operations / 1e9)
 
 
 def test_attention_counts_both_products_of_every_head() -> None:
@@ -77,10 +74,9 @@ def test_forwards_are_timed_through_a_session_alone(monkeypatch: pytest.MonkeyPa
 
 def test_tables_have_a_line_for_each_forward_and_context() -> None:
     """A forward is bound by reading or by multiplying."""
-    one, eight = Forward(1, 0.016, 0.001, 0.02), Forward(8, 0.016, 0.024, 0.03)
-    found = [Behind(256, 0.5, 10**7, 10**9, [one, eight])]
+    found = [Behind(256, 0.5, 10**7, 10**9, 0.016, 0.003, {1: 0.02, 8: 0.03})]
     assert forward_table(found).splitlines()[2:] == [
-        "| 256 | 1 | 16.0 | 1.0 | 20.0 | 1.25 | 1.00 |",
+        "| 256 | 1 | 16.0 | 3.0 | 20.0 | 1.25 | 1.00 |",
         "| 256 | 8 | 16.0 | 24.0 | 30.0 | 1.25 | 1.50 |",
     ]
     assert context_table(found).splitlines()[2:] == ["| 256 | 0.50 | 512 | 10.0 | 1000 |"]

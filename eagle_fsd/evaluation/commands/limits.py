@@ -89,27 +89,21 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(bandwidth, 2 * SQUARE**3 / median_seconds(lambda: layer(left), device))
 
 
-class Forward(NamedTuple):
-    """Seconds of a forward over some nodes: what reading and multiplying take at least, and what it took."""
-
-    nodes: int
-    reading: float
-    multiplying: float
-    verify: float
-
-
 class Behind(NamedTuple):
     """What is measured behind a prompt of `context` tokens.
 
     prefill: seconds that reading the prompt takes. cache_bytes: of the session. resident: bytes of the whole
-    process afterwards. forwards: by number of nodes, one node first.
+    process afterwards. reading, node: seconds that a forward takes at least, to read all weights and the
+    cache once, and to multiply with them for each node. verify: what it took, by number of nodes, 1 first.
     """
 
     context: int
     prefill: float
     cache_bytes: int
     resident: int
-    forwards: list[Forward]
+    reading: float
+    node: float
+    verify: dict[int, float]
 
 
 @torch.inference_mode()
@@ -133,8 +127,9 @@ def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int
     prefill = median_seconds(read, target.device)  # now that all graphs are compiled, which takes all cores
     reading = (target.weight_bytes + session.cache_bytes) / here.bandwidth
     node = (2 * target.parameter_count + attention_operations(target, context)) / here.rate
-    forwards = [Forward(count, reading, count * node, statistics.median(repeats[count])) for count in nodes]
-    return Behind(context, prefill, session.cache_bytes, memory(target.device)["resident"], forwards)
+    verify = {count: statistics.median(seconds) for count, seconds in repeats.items()}
+    resident = memory(target.device)["resident"]
+    return Behind(context, prefill, session.cache_bytes, resident, reading, node, verify)
 
 
 def attention_operations(target: TargetModel, context: int) -> int:
@@ -149,11 +144,12 @@ def forward_table(found: Sequence[Behind]) -> str:
     """Write the forwards as Markdown, in milliseconds."""
     titles = ["context", "nodes", "reading", "multiplying", "verify", "of the limit", "of one node's"]
     rows = []
-    for place, one in ((behind, one) for behind in found for one in behind.forwards):
-        times = [f"{1000 * value:.1f}" for value in (one.reading, one.multiplying, one.verify)]
-        limit = max(one.reading, one.multiplying)
-        ratios = [f"{one.verify / base:.2f}" for base in (limit, place.forwards[0].verify)]
-        rows.append([str(place.context), str(one.nodes), *times, *ratios])
+    for place, nodes in ((behind, nodes) for behind in found for nodes in behind.verify):
+        multiplying, verify = nodes * place.node, place.verify[nodes]
+        times = [f"{1000 * value:.1f}" for value in (place.reading, multiplying, verify)]
+        limit = max(place.reading, multiplying)
+        ratios = [f"{verify / base:.2f}" for base in (limit, place.verify[1])]
+        rows.append([str(place.context), str(nodes), *times, *ratios])
     return markdown_table(titles, rows)
 
 
