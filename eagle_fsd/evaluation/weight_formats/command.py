@@ -99,16 +99,14 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     source = resolve_target(arguments.base_model, weights=False)
     gguf = source.gguf_file is not None
     wanted = arguments.formats or [name for name in USUAL if gguf or not name.endswith(PACKED)]
-    models = (arguments.base_model, arguments.ea_model)
-    jobs = []
-    for name in dict.fromkeys((REFERENCE, *wanted)):
+    names = list(dict.fromkeys((REFERENCE, *wanted)))
+    for name in names:
         require_choice("format", name, KNOWN)
-        runtime, weight_format = name.split("/")
-        plan_runtime(runtime, weight_format, None, CPU, False, gguf)
-        how = (str(TreeConfig.parse(arguments.tree)), arguments.max_new_tokens, arguments.output)
-        jobs.append(Job(runtime, weight_format, *models, *how))
+        plan_runtime(*name.split("/"), None, CPU, False, gguf)
+    models, tree = (arguments.base_model, arguments.ea_model), str(TreeConfig.parse(arguments.tree))
     digest = digest_models(*models)  # last: it reads all weights
-    return [replace(job, models=digest) for job in jobs]
+    how = (*models, digest, tree, arguments.max_new_tokens, arguments.output)
+    return [Job(*name.split("/"), *how) for name in names]
 
 
 def digest_models(base_model: str, ea_model: str | None) -> str:

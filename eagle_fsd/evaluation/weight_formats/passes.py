@@ -13,7 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,17 @@ class Question:
 class Job:
     """A weight format on a runtime, and how it is measured.
 
-    output: JSONL of rows. models: a digest of the files of target and head.
+    models: a digest of the files of target and head. output: JSONL of rows.
     """
 
     runtime: str
     weight_format: str
     base_model: str
     ea_model: str | None
+    models: str
     tree: str
     max_new_tokens: int
     output: Path
-    models: str = ""
 
     @property
     def name(self) -> str:
@@ -77,8 +77,7 @@ class Job:
 
     def settings(self) -> Row:
         """Return what every row of this job says of it."""
-        names = ("runtime", "weight_format", "base_model", "ea_model", "models", "tree", "max_new_tokens")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in asdict(self).items() if name != "output"}
 
     def key(self, measure: str, question: Question) -> str:
         """Return what a row depends on. Reading depends on the answer, decoding does not."""
@@ -200,19 +199,19 @@ def distances(found: Tensor, reference: Tensor) -> tuple[list[float], list[bool]
     return tv(reference, found).tolist(), same.tolist()
 
 
-def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a module's function in a fresh process, and return its result or raise its ValueError or OSError.
+def in_own_process(work: Callable[..., object], *arguments: Any) -> None:
+    """Run a module's function in a fresh process, and raise its ValueError or OSError here.
 
     Raises ValueError if the process ends in any other way before the function does; its own traceback has
     gone to stderr then. The process does not outlive this one for longer than the function runs.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_result, args=(sender, work, arguments), daemon=True)
+    process = context.Process(target=send_mistake, args=(sender, work, arguments), daemon=True)
     process.start()
     sender.close()  # so that the process's own end is the only one, and its death is noticed
     try:
-        result, error = receiver.recv()
+        mistake = receiver.recv()
     except EOFError:
         process.join()
         raise ValueError(
@@ -223,17 +222,17 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
         process.join(SOON)  # Ctrl-C reaches it too, and it leaves nothing behind
         raise
     process.join()
-    if error is not None:
-        raise error
-    return result
+    if mistake is not None:
+        raise mistake
 
 
-def send_result(sender: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call a function, and send its result and None, or None and the user's mistake."""
+def send_mistake(sender: Any, work: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    """Call a function, and send the user's mistake; None where it made none."""
+    mistake = None
     try:
-        result, mistake = work(*arguments), None
+        work(*arguments)
     except (ValueError, OSError) as error:
-        result, mistake = None, error
+        mistake = error
     except KeyboardInterrupt:  # the parent has it too, and says so
         sys.exit(INTERRUPTED)
-    sender.send((result, mistake))
+    sender.send(mistake)
