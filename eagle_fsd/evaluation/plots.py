@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,8 @@ FILLED = "filled: no other is both faster and better"
 
 def require_matplotlib() -> None:
     """Raise ValueError naming the extra, before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "plots need matplotlib, which is not installed: pip install eagle-fsd[eval]"
-        ) from error
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib, which is not installed: pip install eagle-fsd[eval]")
 
 
 def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: Path) -> bool:
