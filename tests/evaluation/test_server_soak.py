@@ -7,9 +7,12 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -154,6 +157,22 @@ def test_a_process_is_started_weighed_and_ended(tmp_path: Path) -> None:
     complaint = pytest.raises(ValueError, match=r"did not start \(.*no-such-module")
     with complaint, started([sys.executable, "-m", "no-such-module"], port, "/", log):
         pass
+
+
+def test_a_report_that_cannot_be_written_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError("no room is left")
+
+    monkeypatch.setattr(soak_command, "started", lambda *_: nullcontext(SimpleNamespace(process=None)))
+    monkeypatch.setattr(soak_command, "run", lambda *_: {"promises": {}})
+    monkeypatch.setattr(soak_command, "end", lambda _: 0.0)
+    monkeypatch.setattr(soak_command, "write_atomically", full)
+    with pytest.raises(SystemExit) as ended:
+        soak_command.main(["--output", str(tmp_path)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("error: no room is left\n")
 
 
 @pytest.mark.slow

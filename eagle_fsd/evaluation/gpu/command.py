@@ -21,7 +21,7 @@ from pathlib import Path
 from eagle_fsd.core.checks import report_interrupt
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,11 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="PART", help="run these parts alone")
     add("--device", default="cuda", help="cpu runs what a CPU can show; default: %(default)s")
     add("--quick", action="store_true", help="small sizes, which show that the check itself works")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
     arguments = parser.parse_args(argv)
     # Read when the libraries are imported, which is why the checks are imported below.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}

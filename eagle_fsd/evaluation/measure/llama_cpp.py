@@ -136,6 +136,6 @@ def gguf_file(base_model: str) -> Path:
     if source.gguf_file is None:
         raise ValueError(
             f"target {base_model!r} is not a .gguf file: {LLAMA_CPP} reads nothing else; name one, or leave "
-            f"{LLAMA_CPP} out of --methods"
+            f"{LLAMA_CPP} out of the race"
         )
     return source.folder / source.gguf_file

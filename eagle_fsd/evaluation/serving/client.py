@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 DONE = "[DONE]"
+JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,11 @@ class Client:
     timeout: float = 120.0
 
     def get(self, path: str) -> Reply:
-        with self._asked("GET", path, None, {}) as answer:
-            return read(answer)
+        return self.post(path, None, "GET")
 
     def post(self, path: str, body: Any, method: str = "POST") -> Reply:
         """Send a JSON object, or bytes as they are. Raises OSError or HTTPException if no answer comes."""
-        with self._asked(method, path, body, {"content-type": "application/json"}) as answer:
+        with self._asked(method, path, body) as answer:
             return read(answer)
 
     def stream(
@@ -75,8 +75,7 @@ class Client:
         """
         found = Streamed() if into is None else into
         start = time.perf_counter()
-        headers = {"content-type": "application/json"}
-        with self._asked("POST", path, {**body, "stream": True}, headers) as answer:
+        with self._asked("POST", path, {**body, "stream": True}) as answer:
             found.headers = {name.lower(): value for name, value in answer.getheaders()}
             if "text/event-stream" not in answer.getheader("content-type", ""):
                 found.refusal = read(answer)
@@ -105,14 +104,12 @@ class Client:
         return b"".join(parts)
 
     @contextmanager
-    def _asked(
-        self, method: str, path: str, body: Any, headers: Mapping[str, str]
-    ) -> Iterator[http.client.HTTPResponse]:
+    def _asked(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
         place = urlsplit(self.url)
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=self.timeout)
         try:
             sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, sent, dict(headers))
+            connection.request(method, path, sent, {} if body is None else JSON)
             yield connection.getresponse()
         finally:
             connection.close()

@@ -44,7 +44,7 @@ from eagle_fsd.hub.resolve import DEFAULT_TARGET
 SERVERS = (OURS, LLAMA, TRANSFORMERS)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = plain_parser(__doc__)
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="a .gguf file (default: the default target's)")
@@ -58,11 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     written = "folder of rows.jsonl, table.md, serving_speed.png and logs"
     add("--output", type=Path, required=True, help=written)
     add("flags", nargs="*", metavar="-- FLAGS", help="flags of our server")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with parsed(build_parser(), argv) as arguments:
+    with parsed(parser, argv) as arguments:
         check(arguments)
         file = gguf_file(arguments.base_model)
         stock_model = arguments.output / "transformers-model"
@@ -80,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in race(arguments, chosen, servers, prompts, rows):
                 rows.append({**row, **setting, **provenance()})
                 append_row(rows_file, rows[-1])
-    say(write(arguments.output, rows))
+        say(write(arguments.output, rows))
 
 
 def check(arguments: argparse.Namespace) -> None:

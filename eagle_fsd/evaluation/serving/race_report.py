@@ -29,7 +29,9 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], dict[s
     for key, members in sorted(groups.items(), key=lambda item: item[0][0]):
         answers = [answer for row in members for answer in row["answers"]]
         tokens, seconds = sum(row["tokens"] for row in members), sum(row["seconds"] for row in members)
-        by_token = [per_token(answer) for answer in answers if answer["tokens"] > 1]
+        by_token = [
+            (one["last"] - one["first"]) / (one["tokens"] - 1) for one in answers if one["tokens"] > 1
+        ]
         found[key] = {
             "rate": tokens / seconds,
             "first": spread([answer["first"] for answer in answers]),
@@ -37,11 +39,6 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], dict[s
             "chunk": spread([gap for answer in answers for gap in answer["gaps"]]),
         }
     return found
-
-
-def per_token(answer: Mapping[str, Any]) -> float:
-    """Return the seconds between two tokens of an answer, on average."""
-    return float((answer["last"] - answer["first"]) / (answer["tokens"] - 1))
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float]:

@@ -49,7 +49,7 @@ SOON = 10.0  # seconds for a server without texts to end in
 BUSY = re.compile(r"^eagle_fsd_num_requests_(?:running|waiting) ([\d.]+)$", re.MULTILINE)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = plain_parser(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of report.json and server.log")
@@ -65,11 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, help="of the requests; default: %(default)s")
     add("server", nargs="*", metavar="-- FLAGS", help="flags of python -m eagle_fsd.serve")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    with parsed(build_parser(), argv) as arguments:
+    with parsed(parser, argv) as arguments:
         check(arguments)
         port = free_port()
         command = [sys.executable, "-m", "eagle_fsd.serve", "--port", str(port), *arguments.server]
@@ -77,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = run(arguments, server)
             ended = f"it ends within {SOON:g} s of a signal"
             report["promises"][ended] = end(server.process) <= SOON
-    report |= provenance()
-    write_atomically(arguments.output / "report.json", json.dumps(report, indent=1) + "\n")
+        report |= provenance()
+        write_atomically(arguments.output / "report.json", json.dumps(report, indent=1) + "\n")
     say(table(report))
     return 0 if all(report["promises"].values()) else 1
 
@@ -124,7 +120,7 @@ def run(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
         "wrong": len(wrong),
         "changed_after": changed,
         "faults": found.faults,
-        "memory": {f"{share:.0%}": round(at(scale, share) / 1e6, 1) for share in WEIGHED},
+        "memory": {f"{share:.0%}": round(scale.between(share, share) / 1e6, 1) for share in WEIGHED},
         "memory_growth": growth,
         "latency": latencies(found),
         "promises": {
@@ -150,12 +146,6 @@ def becomes_idle(client: Client) -> bool:
             return True
         time.sleep(0.2)
     return False
-
-
-def at(scale: Scale, share: float) -> float:
-    """Return the bytes at a share of the time."""
-    end = scale.samples[-1][0]
-    return min(scale.samples, key=lambda sample: abs(sample[0] - share * end))[1]
 
 
 def latencies(found: Findings) -> dict[str, list[float]]:
