@@ -13,7 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +179,10 @@ READINGS: dict[str, Callable[[TargetModel, Tokens, Tokens], Tensor]] = {
 
 def chain(tokens: Tokens, target: TargetModel, nodes: int) -> DraftTree:
     """Return the tree in which every token is the only child of the one before, filled up to `nodes`."""
+    text = torch.tensor([list(tokens)], device=target.device)  # [1, n]
     places = torch.arange(len(tokens), device=target.device)[None]
-    root = root_only(torch.tensor(tokens[:1], device=target.device), target.vocab_size)
-    return DraftTree(
-        tokens=torch.tensor([list(tokens)], device=target.device),
-        parents=places - 1,
-        depths=places,
-        log_q=root.log_q,
-        owners=root.owners,
-        depth=nodes - 1,
-        most=nodes,
-    ).filled_up()
+    root = root_only(text[:, 0], target.vocab_size, most=nodes)
+    return replace(root, tokens=text, parents=places - 1, depths=places, depth=nodes - 1).filled_up()
 
 
 def distances(found: Tensor, reference: Tensor) -> tuple[list[float], list[bool]]:
