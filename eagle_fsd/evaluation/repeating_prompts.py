@@ -10,7 +10,6 @@ keep their own terms). The same files give the same prompts. They are for use he
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.evaluation.cli import parsed, plain_parser, say
-from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import read_jsonl, write_rows
 
 LONGEST = 1500  # characters of a text that a prompt quotes
 SHORTEST = 300
@@ -37,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with parsed(parser, argv) as arguments:
         require_integer("count", arguments.count, 1, "30 is usual")
         made = repeating_prompts(arguments.data, arguments.count)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(arguments.output, "".join(json.dumps(row) + "\n" for row in made))
+        write_rows(arguments.output, made)
     say(f"{len(made)} prompts in {arguments.output}")
 
 

@@ -1,4 +1,4 @@
-"""JSON Lines, one object per line: reads data, prompts and rows, and appends rows to a file.
+"""JSON Lines, one object per line: reads data, prompts and rows, and writes rows or appends them to a file.
 
 A file may end in half a line, left by a run that was killed. Knows no model.
 """
@@ -10,11 +10,11 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.files.atomic import name_full_disk, no_room
+from eagle_fsd.files.atomic import name_full_disk, no_room, write_atomically
 
 LIST_REMEDY = "if the file is one list, `jq -c '.[]'` writes its objects one in a line"
 
@@ -69,6 +69,12 @@ def remedy_for(line: bytes) -> str:
     """Return what helps where a line is no row. Many data sets are published as one list of rows."""
     begins_list = re.match(rb"\s*\[\s*(\{|$)", line)
     return LIST_REMEDY if begins_list else "repair or delete it"
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file as a whole by these rows; its folder is created if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ are scored. HumanEval's rows are programs, and are run: in a sandbox, on Linux a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from tqdm import tqdm
 
 from eagle_fsd.evaluation.cli import parsed, plain_parser, say
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, task_named
-from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import read_jsonl, write_rows
 
 Row = dict[str, Any]
 
@@ -72,6 +70,5 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row
     scored = list(tqdm(score_rows(rows, path, str(source)), total=len(rows), desc="scoring", unit="row"))
     if source.stat().st_size != size:
         raise ValueError(f"{source}: has grown meanwhile; score it when its run has ended")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, "".join(json.dumps(row) + "\n" for row in scored))
+    write_rows(output, scored)
     return scored

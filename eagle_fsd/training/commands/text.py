@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import logging
 import platform
 import random
@@ -24,8 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from eagle_fsd.core.checks import format_value, require_integer
-from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import read_jsonl, write_rows
 from eagle_fsd.files.places import require_file
 from eagle_fsd.training.cli import add_paths, run_command
 from eagle_fsd.training.data.examples import banned_runs, overlap
@@ -140,8 +138,7 @@ def run(args: argparse.Namespace) -> None:
             "other sources"
         )
     random.Random(2).shuffle(kept)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.output, "".join(json.dumps(row) + "\n" for row in kept))
+    write_rows(args.output, kept)
     report = f"{args.output}: {len(kept)} rows, {len(rows) - len(kept)} left out for overlap"
     if args.functions:
         report += f"; functions of Python {platform.python_version()}"  # other versions differ

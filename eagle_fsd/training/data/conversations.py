@@ -21,7 +21,7 @@ from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json, respelled
-from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
+from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl, write_rows
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
 from eagle_fsd.training.data.examples import MARK, UNSPACED, turns_of
@@ -261,14 +261,10 @@ class RowFile:
         """Keep these rows alone, and note the numbers of the others."""
         known = read_records(self.settings) | {LEFT_OUT: sorted({*self.left_out(), *numbers})}
         write_atomically(self.settings, json.dumps(known, indent=1) + "\n")
-        self.write(rows)
+        write_rows(self.path, rows)
 
     def finish(self) -> list[dict[str, Any]]:
         """Sort the rows: a run that was stopped and resumed leaves the same file as one that was not."""
         rows = sorted(self.read(), key=lambda row: row["number"])
-        self.write(rows)
+        write_rows(self.path, rows)
         return rows
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all rows by these."""
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import atomic_path, partials_of, read_records, sole, write_atomically
 from eagle_fsd.files.fingerprints import differences
-from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import read_jsonl, write_rows
 from eagle_fsd.hub.resolve import CHECKPOINT_OF_RUN
 
 CHECKPOINT = CHECKPOINT_OF_RUN
@@ -94,7 +94,7 @@ def cut_log(folder: Path, step: int) -> None:
     """Drop what a killed run logged after its last checkpoint: those steps are done again."""
     if (folder / LOG).is_file():
         kept = [record for record in read_log(folder) if record["step"] <= step]
-        write_atomically(folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
+        write_rows(folder / LOG, kept)
 
 
 @dataclass
