@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from support.tiny_engine import save_near_models
 
 from eagle_fsd.evaluation.serving import soak_command
 from eagle_fsd.evaluation.serving.client import Client, Reply
-from eagle_fsd.evaluation.serving.processes import Scale, end, free_port, started
+from eagle_fsd.evaluation.serving.processes import Scale, Server, end, free_port, started
 from eagle_fsd.evaluation.serving.soak import (
     LOST,
     UNCLEAR,
@@ -157,6 +158,16 @@ def test_a_process_is_started_weighed_and_ended(tmp_path: Path) -> None:
     complaint = pytest.raises(ValueError, match=r"did not start \(.*no-such-module")
     with complaint, started([sys.executable, "-m", "no-such-module"], port, "/", log):
         pass
+
+
+def test_what_a_server_started_is_weighed_with_it() -> None:
+    child = "held = bytearray(b'x') * 10**8; print(flush=True); input()"
+    parent = f'import subprocess, sys; subprocess.run([sys.executable, "-c", "{child}"])'
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", parent], **pipes) as process:
+        process.stdout.readline()
+        assert Server([], Client(""), process).resident() > 10**8
+        process.stdin.close()  # which ends both
 
 
 def test_a_report_that_cannot_be_written_is_a_line(

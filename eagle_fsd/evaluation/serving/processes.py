@@ -10,15 +10,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from eagle_fsd.evaluation.serving.client import Client
 
 START_SECONDS = 600.0  # a first start may measure trees and convert weights
 END_SECONDS = 60.0
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 HOST = "127.0.0.1"
 
 
@@ -31,8 +32,14 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def resident(self) -> int:
-        """Return the bytes of memory that it and what it started hold."""
-        return sum(map(resident_bytes, family(self.process.pid)))
+        """Return the bytes of memory that it and what it started hold; 0 once it has ended."""
+        held = 0
+        with suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self.process.pid)
+            for one in (first, *first.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    held += one.memory_info().rss
+        return held
 
 
 @contextmanager
@@ -95,29 +102,6 @@ def free_port() -> int:
     with socket.socket() as place:
         place.bind((HOST, 0))
         return int(place.getsockname()[1])
-
-
-def family(pid: int) -> list[int]:
-    """Return a process and all that it started, as /proc knows them."""
-    parents: dict[int, int] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = status.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        parents[int(status.parent.name)] = int(words[1])
-    found = [pid]
-    for one in found:  # it grows while it is read
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
-
-
-def resident_bytes(pid: int) -> int:
-    """Return a process's resident memory; 0 once it has ended."""
-    try:
-        return PAGE * int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError):
-        return 0
 
 
 @dataclass
