@@ -45,7 +45,7 @@ setup(
         "accelerate>=1.1",
         "filelock>=3.14",  # huggingface-hub's own; a training run holds its folder with it
         "tqdm>=4.66.3",  # huggingface-hub's own; progress bars
-        "psutil>=5.9.6",  # accelerate's own; the memory of a server under a soak
+        "psutil>=5.9.6",  # accelerate's own; the memory of processes
     ],
     extras_require={
         "train": [DATASETS, PLOTS],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import psutil
 import torch
 
 if TYPE_CHECKING:
@@ -65,11 +64,8 @@ def end_together(accelerator: Accelerator) -> None:
     accelerator.end_training()
 
 
-def memory_in_use(device: torch.device) -> int | None:
-    """Measure bytes in use: the process's memory on a CPU, tensors on CUDA. None if unknown."""
+def memory_in_use(device: torch.device) -> int:
+    """Measure bytes in use: the process's memory on a CPU, tensors on CUDA."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
+    return int(psutil.Process().memory_info().rss)
