@@ -20,8 +20,9 @@ from torch import Tensor
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK, SGLang
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang
 from eagle_fsd.acceptance.planned import COSTS
+from eagle_fsd.acceptance.rule_names import RULES as NAMED
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
@@ -41,7 +42,7 @@ RULES = [
     Fuzzy(float("inf"), "tv", child="likeliest"),
     *(Fuzzy(0.5, price=1.5, cost=cost, mode=mode) for cost in COSTS for mode in ("hybrid", "paper")),
     *(Fuzzy(0.5, price=1.5, cost=cost, mode="swap") for cost in ("tokens", "divergence")),
-    *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3), FLy(0.0, 1)),
+    *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3), FLy(0.0, 1), PublishedFSD(0.4)),
 ]
 SAMPLINGS = [
     SamplingConfig(),
@@ -142,6 +143,10 @@ def test_a_step_in_bfloat16_and_with_a_draft_vocabulary_asks_nothing(
     family: str, drafted: int | None
 ) -> None:
     step(target_of(family, torch.bfloat16), drafted)
+
+
+def test_all_rules_that_have_a_name_are_run() -> None:
+    assert {type(rule) for rule in RULES} == set(NAMED.values())
 
 
 @torch.inference_mode()
