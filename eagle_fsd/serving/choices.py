@@ -119,7 +119,7 @@ class Chooser:
                 usual.min_p if request.min_p is None else request.min_p,
             )
             processing = self.processing(request)
-            rule = self.settle(requested_rule(request, self.defaults.rule), sampling)
+            rule = self.settle(request, sampling)
         except ValueError as error:
             raise of_value(error, list(type(request).model_fields)) from error
         seed = fresh_seed() >> SHORTER if request.seed is None else request.seed
@@ -176,13 +176,15 @@ class Chooser:
             require_integer("stop_token_ids", token, 0, "leave it out", vocab_size - 1)
         return found
 
-    def settle(self, rule: AcceptanceRule | AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
+    def settle(self, request: Decoding, sampling: SamplingConfig) -> AcceptanceRule:
         """Return the rule, with its threshold from the head's calibration where that is wanted."""
+        rule = requested_rule(request, self.defaults.rule)
         if isinstance(rule, AutoThreshold):
             if self.adapts:
+                asked = "threshold" if request.quality_budget is None else "quality_budget"
                 raise ValueError(
-                    "threshold is to be calibrated for a head that adapts: a calibration holds for a head as "
-                    "it was; send a threshold"
+                    f"{asked} is {getattr(request, asked)!r} for a head that adapts: a calibration holds for "
+                    "a head as it was; send a threshold that is a number"
                 )
             with self._calibrating:
                 rule = self._from_calibration(rule, sampling)

@@ -144,7 +144,9 @@ def test_a_calibrated_threshold_is_refused_beside_it(model: EagleFSD) -> None:
         for asked in ({"threshold": "auto"}, {"quality_budget": 0.02}):
             answer = complete(client, PROMPTS[0], temperature=0.6, **asked)
             assert answer.status_code == 400
-            assert "for a head that adapts" in answer.json()["error"]["message"]
+            error, (name,) = answer.json()["error"], asked
+            assert error["param"] == name
+            assert error["message"].startswith(f"{name} is {asked[name]!r} for a head that adapts: ")
 
 
 def test_the_flags_make_a_server_that_saves_its_head_at_the_end(
