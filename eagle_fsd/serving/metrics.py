@@ -34,7 +34,7 @@ class Metrics:
 
         self.requests = counter("http_requests", "Answers by route and status", ("route", "status"))
         self.texts = counter("request_success", "Texts that ended, by reason", ("finished_reason",))
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, with those of kept texts")
         self.reused_tokens = counter("prefix_cache_hits", "Tokens of prompts that kept texts began with")
         self.new_tokens = counter("generation_tokens", "New tokens that were handed on")
         self.steps = counter("spec_decode_num_drafts", "Steps of texts: one draft tree each")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import find_half_character, format_value, one_line
 from eagle_fsd.serving.choices import Chooser
-from eagle_fsd.serving.errors import wrong_value
+from eagle_fsd.serving.errors import ApiError, wrong_value
 from eagle_fsd.serving.requests.completions import CompletionRequest, TokenizeRequest
 from eagle_fsd.serving.requests.generation import Chat
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
@@ -67,12 +67,18 @@ class PromptReader:
                 return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
 
         try:
-            return written(body)
+            ids = written(body)
         except ChatRefused as error:
             name, remedy = body.source, f"if no other chat will do, continue a text with {COMPLETIONS}"
             if (guilty := field_at_fault(body, written)) is not None:
                 name, remedy = guilty, "change it, or leave it out"
             raise wrong_value(f"{name}: {one_line(error.reason)}; {remedy}", name) from error
+        if getattr(body, "documents", None):
+            with contextlib.suppress(ChatRefused):  # a template that cannot do without them reads them
+                if written(body.model_copy(update={"documents": []})) == ids:
+                    message = "documents: the model's chat template reads none; write them into a message"
+                    raise ApiError(400, message, "unsupported_field", "documents")
+        return ids
 
     def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
         if not isinstance(prompt, str):

@@ -292,13 +292,14 @@ def test_json_of_many_levels_is_refused(client: TestClient, path: str, body: Any
 
 def test_json_of_some_levels_is_read(client: TestClient) -> None:
     assert "more than 100 levels" in refusal(client, chat_template_kwargs=nested(101))["message"]
+    after_reading = ("context_length_exceeded", "unsupported_field")  # the template reads no documents
     for body in (
         {"messages": call_with(json.dumps(nested(100)))},
         {"messages": CHAT, "chat_template_kwargs": nested(100)},
         {"messages": CHAT, "documents": [nested(98)]},
     ):
         answer = client.post(CHATS, json={**body, "max_tokens": 1})
-        assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.status_code == 200 or answer.json()["error"]["code"] in after_reading
 
 
 def test_a_template_that_calls_itself_too_often_refuses_its_chat() -> None:
@@ -327,6 +328,25 @@ def test_arguments_that_the_template_refuses_are_named(
     error = refusal(client, path, **body)
     assert error["param"] == param and error["message"].startswith(f"{param}: the target's chat template")
     assert error["message"].endswith("; change it, or leave it out") and "--raw" not in error["message"]
+
+
+def test_documents_are_refused_unless_the_template_reads_them() -> None:
+    whole, asked = tiny_engine(), {"messages": CHAT, "documents": [{"text": "b"}], "max_tokens": 1}
+    plain = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    for template, reads in (
+        (plain, False),
+        (plain + "{% for one in documents or [] %}{{ one.text }}{% endfor %}", True),
+        (plain + "{{ documents[0].text }}{% if not documents %}{{ raise_exception('no') }}{% endif %}", True),
+    ):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        model = EagleFSD(whole.target, whole.drafter, tokenizer, base_model="tiny")
+        with TestClient(create_app(model, settings())) as client:
+            if reads:
+                assert client.post(CHATS, json=asked).status_code == 200
+            else:
+                error = refusal(client, **asked)
+                assert (error["code"], error["param"]) == ("unsupported_field", "documents")
 
 
 @pytest.mark.parametrize(
