@@ -62,7 +62,7 @@ class EagleFSD:
         base_model: str = "",
         ea_model: str = "",
         head_dtype: torch.dtype | None = None,
-        head_folder: Path | None = None,
+        head_folder: str | os.PathLike[str] | None = None,
         lookup: bool = False,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
@@ -72,7 +72,8 @@ class EagleFSD:
             self.drafter = with_lookup(self.drafter, target)
             ea_model = self.drafter.name if head is None else ea_model
         self.base_model, self.ea_model = base_model, ea_model
-        self.settler = Settler(target, self.drafter, base_model, tokenizer, head_folder)
+        folder = None if head_folder is None else Path(head_folder)
+        self.settler = Settler(target, self.drafter, base_model, tokenizer, folder)
         self._workspaces = Workspaces(target)
 
     @classmethod

@@ -32,7 +32,7 @@ from support.tiny_models import (
     tiny_model,
 )
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical, hub
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.randomness.streams import fresh_seed
 from eagle_fsd.drafting import eagle_drafter
@@ -986,6 +986,13 @@ def test_names_that_are_no_paths(name: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"{kind} '{name}' is not a path .* or a Hub id; check it"):
             resolve(name)
+
+
+def test_the_folder_of_a_calibration_may_be_named_as_text(tmp_path: Path) -> None:
+    made = EagleFSD(TargetModel(tiny_model("llama")), tiny_head(), head_folder=str(tmp_path))
+    assert made.head_folder == tmp_path
+    with pytest.raises(ValueError, match=r"there is no calibration\.json beside the head"):
+        made.calibration(SamplingConfig())
 
 
 def test_arguments_of_loading_are_checked_first(tmp_path: Any) -> None:

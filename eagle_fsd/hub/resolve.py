@@ -216,7 +216,7 @@ def split_hub_id(name: str, kind: str, local: str) -> tuple[str, str | None]:
 
 
 def load_target(
-    source: TargetSource | str,
+    source: TargetSource | str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
@@ -230,28 +230,28 @@ def load_target(
     `device_map` places the layers and overrides `device`. weights_cache: keep the converted weights of a
     .gguf file and read them the next time. ranks: split it among them. A missing weight is an error.
     """
-    if isinstance(source, str):
-        source = resolve_target(source, trust_remote_code=trust_remote_code)
+    if not isinstance(source, TargetSource):
+        source = resolve_target(name_of_source("target", source), trust_remote_code=trust_remote_code)
     return load_model(
         source, dtype, device, device_map, attn_implementation, trust_remote_code, weights_cache, ranks
     )
 
 
 def load_head(
-    source: HeadSource | str,
+    source: HeadSource | str | os.PathLike[str],
     hidden_size: int,
     vocab_size: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DraftHead:
     """Load an EAGLE-1/2 head in eval mode, checked strictly against its layout and its target's sizes."""
-    if isinstance(source, str):
-        source = resolve_head(source, base_model="")
+    if not isinstance(source, HeadSource):
+        source = resolve_head(name_of_source("draft head", source), base_model="")
     return read_head(source.file, source.name, hidden_size, vocab_size).to(device=device, dtype=dtype)
 
 
 def load_any_head(
-    source: HeadSource | str,
+    source: HeadSource | str | os.PathLike[str],
     hidden_size: int,
     vocab_size: int,
     target_layers: int,
@@ -265,8 +265,8 @@ def load_any_head(
     target_layers: of the target. taps, norm_output: how to read an EAGLE-3 head's config; None leaves it open
     where it can be read in several ways, see Eagle3Head.readings. EAGLE-1/2 heads have neither.
     """
-    if isinstance(source, str):
-        source = resolve_head(source, base_model="")
+    if not isinstance(source, HeadSource):
+        source = resolve_head(name_of_source("draft head", source), base_model="")
     if is_eagle3(source.file, source.name):
         sizes = (hidden_size, vocab_size, target_layers)
         head = read_eagle3_head(source.file, source.name, *sizes, taps, norm_output)

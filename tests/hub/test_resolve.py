@@ -524,6 +524,16 @@ def write_code(path: Path, ran: Path) -> None:
     torch.save({"fc.weight": Code()}, path)
 
 
+def test_models_are_loaded_by_paths_too(head_folder: Path, tiny: Path) -> None:
+    """As `EagleFSD.from_pretrained` takes them. What is neither text nor a path is named."""
+    one, other = (hub.load_head(place, WIDTH, VOCAB) for place in (head_folder, str(head_folder)))
+    assert one.config == other.config and torch.equal(one.fc.weight, other.fc.weight)
+    assert isinstance(hub.load_any_head(head_folder, WIDTH, VOCAB, 2), DraftHead)
+    assert hub.load_target(tiny)[0].config.model_type == "llama"
+    one_line_error(lambda: hub.load_head(7, WIDTH, VOCAB), "draft head is 7", "folder")
+    one_line_error(lambda: hub.load_target(7), "target is 7", "folder")
+
+
 @pytest.mark.parametrize("fc_bias", [True, False])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 def test_a_head_is_read_back_as_it_was_written(tmp_path: Path, fc_bias: bool, qkv_bias: bool) -> None:
