@@ -17,7 +17,7 @@ from eagle_fsd.core.checks import one_line, require_choice
 from eagle_fsd.core.devices import release_freed_memory, resolve_device, resolve_dtype
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, format_keys
-from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
+from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, keep
 from eagle_fsd.hub.loading.gguf_positions import read_positions
 from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quantization, gguf_read_once
 from eagle_fsd.hub.loading.gguf_vectors import check_vectors
@@ -117,7 +117,7 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
     origin = find_gguf_origin(source) if weights_cache else None
     if origin is not None and (folder := find(origin, usable_dtypes(settings.dtype))):
         show_progress(f"loading {source.name} from its converted weights in {folder} ...")
-        if (loaded := load_kept(source, folder, settings)) is not None:
+        if (loaded := load_kept(source, origin, folder, settings)) is not None:
             return loaded
     show_progress(f"converting {source.gguf_file} ...")
     with gguf_read_once(), unpacking(source.folder / source.gguf_file, origin is not None):
@@ -125,7 +125,7 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
     # With a device_map some weights may be offloaded, so they cannot be saved from here.
     if origin is not None and settings.device_map is None and (folder := keep_converted(origin, *loaded)):
         show_progress(f"kept the converted weights in {folder} for the next start")
-        if settings.device.type == "cpu" and (kept := load_kept(source, folder, settings)) is not None:
+        if settings.device.type == "cpu" and (kept := load_kept(source, origin, folder, settings)):
             # Their memory is the file's, which the system takes back where it is short. No cycle holds the
             # model that was converted, so it goes with its last name, without a walk over every object.
             loaded = kept
@@ -133,15 +133,18 @@ def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_c
     return loaded
 
 
-def load_kept(source: TargetSource, folder: Path, settings: LoadSettings) -> Loaded | None:
-    """Load a .gguf file from its converted weights; None if another process deletes them meanwhile."""
+def load_kept(source: TargetSource, origin: Origin, folder: Path, settings: LoadSettings) -> Loaded | None:
+    """Load a .gguf file from its converted weights in a folder.
+
+    Returns None if another process deletes them meanwhile, or puts others in their place.
+    """
     try:
         loaded = load_files(TargetSource(source.name, folder), settings)
     except ValueError:
-        if is_whole(folder):
+        if find(origin, usable_dtypes(settings.dtype)):
             raise
         return None
-    return restore_name(source, loaded) if is_whole(folder) else None
+    return restore_name(source, loaded) if find(origin, usable_dtypes(settings.dtype)) else None
 
 
 def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:

@@ -153,12 +153,10 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether all files of a kept folder are unchanged."""
+    """Return whether all files of a kept folder are unchanged. Raises OSError if one is not there."""
     files = read_records(folder / RECORD).get("files") or {}
     changed = {}
     for name, (known, content) in files.items():
-        if not (folder / name).is_file():
-            return False
         if (now := read_stamp(folder / name)) != known:
             if now[0] != known[0] or digest_file(folder / name) != content:
                 return False

@@ -321,6 +321,47 @@ def test_a_folder_that_vanishes_while_it_is_read_is_no_error(
     assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH and len(conversions) == 2
 
 
+def test_a_folder_that_vanishes_while_it_is_looked_at_is_no_error(
+    gguf: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.load_target(str(gguf))
+    (folder,) = weights_cache.folders()
+    read_tokenizer, read_stamp, loaded = target_loader.load_tokenizer, weights_cache.read_stamp, list[str]()
+
+    def load_last(source: hub.TargetSource, options: dict[str, object]) -> object:
+        loaded.append(source.name)
+        return read_tokenizer(source, options)
+
+    def read_late(path: Path) -> list[int]:
+        if loaded and path.parent == folder:
+            weights_cache.clear()
+        return read_stamp(path)
+
+    monkeypatch.setattr(target_loader, "load_tokenizer", load_last)
+    monkeypatch.setattr(weights_cache, "read_stamp", read_late)
+    assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH and len(conversions) == 2
+
+
+def test_a_folder_in_whose_place_another_comes_while_it_is_read_is_not_used(
+    gguf: Path, tmp_path: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = hub.load_target(str(gguf), weights_cache=False)
+    hub.load_target(str(gguf), dtype="bfloat16")
+    (folder,) = weights_cache.folders()
+    shutil.copytree(folder, tmp_path / "rounded")
+    hub.load_target(str(gguf))
+    real, before = target_loader.load_config, len(conversions)
+
+    def replacing(source: hub.TargetSource, options: dict[str, object]) -> transformers.PreTrainedConfig:
+        if source.gguf_file is None and len(conversions) == before:
+            weights_cache.remove(folder)
+            shutil.copytree(tmp_path / "rounded", folder)
+        return real(source, options)
+
+    monkeypatch.setattr(target_loader, "load_config", replacing)
+    assert same(hub.load_target(str(gguf)), direct) and len(conversions) == before + 1
+
+
 def test_what_killed_processes_left_is_no_kept_folder_and_goes(gguf: Path, conversions: list[str]) -> None:
     hub.load_target(str(gguf))
     (folder,) = weights_cache.folders()
