@@ -35,8 +35,7 @@ from eagle_fsd.evaluation.weight_formats import command as weight_formats
 from eagle_fsd.hub import load_head
 from eagle_fsd.hub.loading import pair
 from eagle_fsd.hub.loading.options import LoadOptions
-from eagle_fsd.hub.resolve import resolve_head, resolve_target
-from eagle_fsd.hub.target_loader import TargetSource
+from eagle_fsd.hub.resolve import TargetSource, resolve_head, resolve_target
 from eagle_fsd.runtime import timing
 
 ROOT = Path(__file__).parents[1]

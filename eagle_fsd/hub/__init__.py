@@ -5,13 +5,13 @@ from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.resolve import (
     DEFAULT_TARGET,
     HeadSource,
+    TargetSource,
     load_any_head,
     load_head,
-    load_target,
     resolve_head,
     resolve_target,
 )
-from eagle_fsd.hub.target_loader import TargetSource, load_text
+from eagle_fsd.hub.target_loader import load_target, load_text
 
 __all__ = [
     "DEFAULT_TARGET",

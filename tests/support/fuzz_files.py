@@ -48,7 +48,8 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.records import TREES_FILE, recall, remember
 from eagle_fsd.hub.download import shard_names
 from eagle_fsd.hub.head_checkpoint import read_head, save_head
-from eagle_fsd.hub.target_loader import TargetSource, load_text
+from eagle_fsd.hub.resolve import TargetSource
+from eagle_fsd.hub.target_loader import load_text
 from support.fuzzing import odd_value, spoil_safetensors, spoil_text, spoil_value
 from support.tiny_models import HIDDEN, VOCAB, randomize, tiny_model
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from eagle_fsd.files.provenance import cores
-from eagle_fsd.hub.resolve import load_target
+from eagle_fsd.hub.target_loader import load_target
 
 OURS, LLAMA, TRANSFORMERS, CONTINUOUS = "eagle_fsd", "llama.cpp", "transformers", "transformers-continuous"
 CONTEXT = 4096  # tokens that llama.cpp's server has room for

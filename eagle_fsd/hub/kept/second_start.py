@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.hub.head_checkpoint import SAFETENSORS_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, is_settled, read_stamp
-from eagle_fsd.hub.target_loader import CONVERTER, TargetSource, find_gguf_origin
+from eagle_fsd.hub.resolve import TargetSource
+from eagle_fsd.hub.target_loader import CONVERTER, find_gguf_origin
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.target.architecture import facts
 from eagle_fsd.target.kept.kept_model import KeptModel

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.target import compile_target, pack_for, reader
-from eagle_fsd.hub.target_loader import TargetSource
+from eagle_fsd.hub.resolve import TargetSource
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
 from eagle_fsd.runtime.step_recorder import EAGER

@@ -21,6 +21,7 @@ from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.target import load_planned, pack_for
 from eagle_fsd.hub.resolve import (
     HeadSource,
+    TargetSource,
     is_shipped_head,
     load_any_head,
     name_of_source,
@@ -28,7 +29,6 @@ from eagle_fsd.hub.resolve import (
     resolve_target,
 )
 from eagle_fsd.hub.split.plan import ranks_device, require_splittable
-from eagle_fsd.hub.target_loader import TargetSource
 from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
 from eagle_fsd.runtime.ranks import ALONE, Ranks, join_ranks
 from eagle_fsd.target.model import TargetModel

@@ -17,8 +17,8 @@ from eagle_fsd.hub.choose_runtime import AUTO, TORCH, Plan, settle
 from eagle_fsd.hub.kept.second_start import SecondStart
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.progress import show_progress
-from eagle_fsd.hub.resolve import load_target
-from eagle_fsd.hub.target_loader import Loaded, TargetSource
+from eagle_fsd.hub.resolve import TargetSource
+from eagle_fsd.hub.target_loader import Loaded, load_target
 from eagle_fsd.runtime.cuda_graphs import usual_stepper
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
