@@ -25,7 +25,7 @@ from eagle_fsd.hub.head_checkpoint import (
     find_head_file,
     kind_by_config,
     read_config,
-    refuse_other_config,
+    refuse_kind,
 )
 from eagle_fsd.hub.loading.progress import hide_unwanted_bars
 
@@ -57,14 +57,9 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
     The weights are model.safetensors, else the shards in its index, else the same for pytorch_model.bin.
     """
     code = ["*.py"] if trust_remote_code else []
-    small = [CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES, *code]
     whole = [SAFETENSORS_NAME, SAFETENSORS_INDEX] if weights else []
-    folder = snapshot(repo, revision, [*small, *whole], "target")
-    if not (folder / CONFIG_NAME).is_file():
-        require_hub("target", repo, folder)
-        raise ValueError(
-            f"target {repo!r} has no {CONFIG_NAME} on the Hub: transformers needs it; choose another"
-        )
+    beside = [*CHAT_FILES, *TOKENIZER_FILES, *code, *whole]
+    folder = download_config(repo, revision, beside, "target", repo)
     if not weights:
         return folder
     # From here on the commit is named, so that later files come from the same one without asking the Hub.
@@ -84,15 +79,11 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
 
     A head of another kind is refused before its weights are fetched.
     """
-    folder = snapshot(repo, revision, [CONFIG_NAME], "draft head")
-    if not (folder / CONFIG_NAME).is_file():
-        require_hub("draft head", repo, folder)
-        raise ValueError(
-            f"draft head {name!r} has no {CONFIG_NAME} on the Hub: it must have one; choose another"
-        )
+    folder = download_config(repo, revision, [], "draft head", name)
     config = read_config(folder, "draft head")
-    refuse_other_config(config, name)
-    if config.get(VOCABULARY_FIELD) is not None and kind_by_config(config) != EAGLE3:
+    if (kind := kind_by_config(config)) not in (None, EAGLE3):
+        refuse_kind(name, kind)
+    if config.get(VOCABULARY_FIELD) is not None and kind != EAGLE3:
         # Some EAGLE-3 heads show their kind only in their weights. A missing vocabulary is reported later.
         snapshot(repo, folder.name, [CONFIG_NAME, VOCABULARY_NAME], "draft head")
     snapshot(repo, folder.name, [CONFIG_NAME, SAFETENSORS_NAME], "draft head")
@@ -106,6 +97,15 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     except ValueError as error:  # the head drafts without it, and may have been cached before it was fetched
         logger.warning("no %s: %s", CALIBRATION, error)
     return folder, found
+
+
+def download_config(repo: str, revision: str | None, beside: list[str], kind: str, name: str) -> Path:
+    """Download a config.json and the files beside it, and return their folder. name: for errors."""
+    folder = snapshot(repo, revision, [CONFIG_NAME, *beside], kind)
+    if not (folder / CONFIG_NAME).is_file():
+        require_hub(kind, repo, folder)
+        raise ValueError(f"{kind} {name!r} has no {CONFIG_NAME} on the Hub: it must have one; choose another")
+    return folder
 
 
 def require_hub(kind: str, repo: str, folder: Path) -> None:

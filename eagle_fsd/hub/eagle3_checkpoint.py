@@ -54,11 +54,11 @@ def is_eagle3(path: Path, name: str) -> bool:
 
     Raises ValueError for a head of another kind than EAGLE-1/2 and EAGLE-3.
     """
-    data = read_config(path.parent, "draft head")
-    kind = kind_by_config(data) or kind_by_tensors(read_shapes(path))
-    if kind not in (None, EAGLE3):
-        refuse_kind(name, kind)
-    return kind == EAGLE3
+    kinds = (kind_by_config(read_config(path.parent, "draft head")), kind_by_tensors(read_shapes(path)))
+    for kind in kinds:
+        if kind not in (None, EAGLE3):
+            refuse_kind(name, kind)
+    return EAGLE3 in kinds
 
 
 def read_eagle3_head(
@@ -70,16 +70,13 @@ def read_eagle3_head(
     taps: Sequence[int] | None = None,
     norm_output: bool | None = None,
 ) -> Eagle3Head:
-    """Read the head in `path`, with the config.json beside it, for a target of these sizes.
+    """Read the head in `path`, which is_eagle3, with the config.json beside it, for a target of these sizes.
 
     taps, norm_output: how to read the config where it can be read in two ways; None leaves that open. The
     head has the likeliest reading, and all of them in `readings`. Returns it in eval mode, on the CPU, in the
     dtypes of its file.
     """
     data = read_config(path.parent, "draft head")
-    for kind in (kind_by_config(data), kind_by_tensors(read_shapes(path))):
-        if kind not in (None, EAGLE3):
-            refuse_kind(name, kind)
     tensors = canonical_keys(read_tensors(path), name)
     maps = {key: tensors.pop(key) for key in (D2T, T2D) if key in tensors}
     found = structure_of(tensors)

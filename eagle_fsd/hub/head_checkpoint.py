@@ -124,12 +124,6 @@ def kind_by_tensors(tensors: Mapping[str, Tensor | tuple[int, ...]]) -> str | No
     return MEDUSA if fc is None and any(MEDUSA_KEY.match(key) for key in tensors) else None
 
 
-def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError for a head of a kind that is not read, by its config.json, before its weights."""
-    if (kind := kind_by_config(config)) not in (None, EAGLE3):
-        refuse_kind(name, kind)
-
-
 def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -> None:
     """Raise ValueError if a head's config names a draft vocabulary without a file, or the other way round."""
     size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
@@ -175,14 +169,17 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
         raise ValueError(f"draft head {name!r}: {one_line(error, 300)}") from error
     check_target(config, name, hidden_size, vocab_size)
     try:
-        expected = layout(config)
+        with torch.device("meta"):  # shapes without memory
+            head = DraftHead(replace(config, draft_vocab_size=None))
     except RuntimeError as error:  # sizes beyond what a tensor can have
         raise ValueError(
             f"draft head {name!r} has impossible sizes ({one_line(error, 80)}): {CHECK}"
         ) from error
+    expected = {key: tuple(value.shape) for key, value in head.state_dict().items()}
+    expected[EMBEDDING_KEY] = (config.vocab_size, config.hidden_size)
     check_tensors(tensors, expected, name)
     tensors.pop(EMBEDDING_KEY, None)
-    head = DraftHead(replace(config, draft_vocab_size=None)).to_empty(device="cpu").float()
+    head = head.to_empty(device="cpu").float()
     head.load_state_dict(tensors, strict=True)
     drafted = None
     if config.draft_vocab_size is not None:
@@ -234,14 +231,6 @@ def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: in
                 f"draft head {name!r} has {field} {ours}: the target's is {wanted} and they must agree; "
                 "choose the head that was trained for this target"
             )
-
-
-def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Return the keys that a head's file may hold, with their shapes; only EMBEDDING_KEY is optional."""
-    with torch.device("meta"):  # shapes without memory
-        head = DraftHead(replace(config, draft_vocab_size=None))
-    shapes = {key: tuple(value.shape) for key, value in head.state_dict().items()}
-    return shapes | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
 
 
 def check_tensors(

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.hub.download import SAFETENSORS_INDEX
 from eagle_fsd.hub.head_checkpoint import SAFETENSORS_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, is_settled, read_stamp
 from eagle_fsd.hub.resolve import TargetSource
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-INDEX = f"{SAFETENSORS_NAME}.index.json"  # which file has which weight, where there are several
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ def stamps_of(folder: Path) -> dict[str, list[int]] | None:
 def read_weight(folder: Path, name: str) -> Tensor:
     """Return one weight of a folder in float32. Raises KeyError or safetensors' errors if it is not there."""
     file = SAFETENSORS_NAME
-    if (folder / INDEX).is_file():
-        file = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
+    if (folder / SAFETENSORS_INDEX).is_file():
+        file = json.loads((folder / SAFETENSORS_INDEX).read_text(encoding="utf-8"))["weight_map"][name]
     with safe_open(folder / file, framework="pt") as found:
         return found.get_tensor(name).float()
 

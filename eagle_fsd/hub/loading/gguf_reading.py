@@ -71,11 +71,10 @@ def of_unchanged_file(read: Callable[..., Any]) -> Callable[..., Any]:
 def dequantize_options() -> dict[str, Any]:
     """Return the options that unpack GGUF weights to plain floats.
 
-    If certain kernels are installed, newer releases of transformers keep the weights packed, with an
-    attention that takes no masks. Older releases always unpack.
+    If certain kernels are installed, transformers keeps the weights packed, with an attention that takes no
+    masks.
     """
-    made = getattr(transformers, "GgufConfig", None)
-    return {"quantization_config": made(dequantize=True)} if made else {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def forget_quantization(model: transformers.PreTrainedModel) -> None:
