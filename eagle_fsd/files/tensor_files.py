@@ -67,7 +67,7 @@ def read_tensors(path: Path, kind: str = "weights file") -> dict[str, Tensor]:
     return tensors
 
 
-def read_shapes(path: Path, kind: str = "weights file") -> dict[str, tuple[int, ...]]:
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of a file by name. A .safetensors file is not read beyond its head."""
     if path.suffix == ".safetensors" and path.is_file():
         try:
@@ -75,7 +75,7 @@ def read_shapes(path: Path, kind: str = "weights file") -> dict[str, tuple[int, 
                 return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError):
             pass  # which read_tensors says better
-    return {key: tuple(value.shape) for key, value in read_tensors(path, kind).items()}
+    return {key: tuple(value.shape) for key, value in read_tensors(path).items()}
 
 
 def unpacked_size(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ from eagle_fsd.core.tree import root_only
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, INT8, OWN_BLOCKS, PACKED
+from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FEW_BITS, FLOAT32, FORMATS, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
 from eagle_fsd.target.graph_decoder import CONVERTER
 from eagle_fsd.target.model import TargetModel
@@ -61,11 +62,12 @@ def plan_runtime(
     require_choice("runtime", runtime, RUNTIMES)
     if weight_format is not None:
         require_choice("weight_format", weight_format, FORMATS)
+    here = device.type == "cpu" and not movable
     if runtime == AUTO and (usual := os.environ.get(USUAL)):
         require_choice(USUAL, usual, RUNTIMES)
         # A preference: what a runtime cannot do is done by the other.
-        can = device.type == "cpu" and not movable and library.is_installed()
-        runtime = usual if weight_format not in (INT8, PACKED) and (can or usual == TORCH) else AUTO
+        can = usual == TORCH or (here and library.is_installed())
+        runtime = usual if can and weight_format not in FEW_BITS else AUTO
     plain = weight_format if weight_format in (FLOAT32, BFLOAT16) else None
     if (
         dtype is not None
@@ -77,8 +79,7 @@ def plan_runtime(
         )
     wanted = resolve_dtype(plain or dtype, device)
     name = weight_format or str(wanted).removeprefix("torch.")
-    here = device.type == "cpu" and not movable
-    few_bits, keeps_blocks = name in (INT8, PACKED), gguf and name in OWN_BLOCKS
+    few_bits, keeps_blocks = name in FEW_BITS, gguf and name in OWN_BLOCKS
     if few_bits and runtime == TORCH:
         raise ValueError(
             f"weight_format is {name!r} with runtime torch: torch multiplies with plain weights here; use "
@@ -106,6 +107,13 @@ def plan_runtime(
     if runtime == TORCH or not here or name not in FORMATS or not library.is_installed():
         return Plan(TORCH, name, wanted)
     return Plan(AUTO, name, wanted, keeps_blocks)
+
+
+def argument_for_openvino(runtime: str, weight_format: str | None) -> str | None:
+    """Return the argument that asks for OpenVINO, and its value, for an error; None if none does."""
+    if runtime == OPENVINO:
+        return f"runtime is {runtime!r}"
+    return f"weight_format is {weight_format!r}" if weight_format in FEW_BITS else None
 
 
 def settle(
@@ -168,9 +176,8 @@ def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], fl
         for nodes in NODES:
             tree = root_only(root, target.vocab_size, nodes).filled_up()
             # In a session all trees have one size, so the change of sizes between two calls is not timed.
-            calls[name, nodes] = Call(
-                lambda s=session, t=tree: s.verify(t), lambda s=session, t=tree: s.verify(t)
-            )
+            verify = functools.partial(session.verify, tree)
+            calls[name, nodes] = Call(verify, verify)
     repeats = time_in_turn(calls, torch.device("cpu"))
     seconds = {
         name: sum(statistics.median(repeats[name, nodes]) for nodes in NODES) / len(NODES) for name in targets

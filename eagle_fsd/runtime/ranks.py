@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -143,9 +143,9 @@ def digest_number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
-def rank_by_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def rank_by_environment() -> tuple[int, int]:
     """Return rank and number of ranks as torchrun sets them; (0, 1) without it."""
-    return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 _joined: list[Ranks] = []

@@ -66,9 +66,9 @@ def thread_times() -> dict[str, tuple[int, int]]:
     return found
 
 
-def median_seconds(work: Work, device: torch.device, before: Work = lambda: None) -> float:
+def median_seconds(work: Work, device: torch.device) -> float:
     """Return the median seconds of a call, after an untimed one."""
-    return statistics.median(time_in_turn({None: Call(work, before)}, device)[None])
+    return statistics.median(time_in_turn({None: Call(work)}, device)[None])
 
 
 def time_in_turn(

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -30,6 +29,7 @@ from eagle_fsd.files.atomic import cache_folder, hidden_beside, hold_lock, read_
 from eagle_fsd.files.kept_folders import (
     format_gigabytes,
     is_enabled,
+    mark_used,
     remove,
     remove_leftovers,
     shrink,
@@ -40,9 +40,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER, RECORD = "weights", "source.json"
 VERSION = 3  # of the folders; earlier ones lacked scaled positions, windows or biases
-MOST = (
-    16 * 2**30
-)  # bytes of all folders together, unless the latest alone has more; the least recently used go
+# Bytes of all folders together, unless the latest alone has more; the least recently used go.
+MOST = 16 * 2**30
 SETTLED = 2 * 10**9  # nanoseconds after which a file's times show a change: some systems count whole seconds
 
 READ_ERRORS = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
@@ -107,7 +106,7 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
             return None
         update_record(folder, lambda record: record["seen"].update(origin.seen))
         with contextlib.suppress(OSError):
-            os.utime(folder, ns=(time.time_ns(),) * 2)  # the default clock is too coarse to order folders
+            mark_used(folder)
         return folder
     except READ_ERRORS as error:
         logger.info("the converted weights of %s are not read: %s", origin.gguf.name, error)

@@ -14,7 +14,7 @@ from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime
+from eagle_fsd.hub.choose_runtime import AUTO, TORCH, argument_for_openvino, plan_runtime
 from eagle_fsd.hub.head_digest import warn_of_other_target
 from eagle_fsd.hub.loading.draft_models import errors_of_draft_model, load_draft_model, spec_of_layers
 from eagle_fsd.hub.loading.options import LoadOptions
@@ -29,7 +29,6 @@ from eagle_fsd.hub.resolve import (
     resolve_target,
 )
 from eagle_fsd.hub.split.plan import ranks_device, require_splittable
-from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
 from eagle_fsd.runtime.ranks import ALONE, Ranks, join_ranks
 from eagle_fsd.target.model import TargetModel
 
@@ -151,12 +150,8 @@ def runtime_for_head_dtype(options: LoadOptions, dtype: torch.dtype) -> str:
 
     Raises ValueError if another is asked for.
     """
-    name, asked = str(dtype).removeprefix("torch."), None
-    if options.runtime == OPENVINO:
-        asked = f"runtime is {options.runtime!r}"
-    elif options.weight_format in (INT8, PACKED):
-        asked = f"weight_format is {options.weight_format!r}"
-    if asked is not None:
+    name = str(dtype).removeprefix("torch.")
+    if asked := argument_for_openvino(options.runtime, options.weight_format):
         raise ValueError(
             f"{asked} with head_dtype {name!r}: only the runtime torch with plain weights computes a head in "
             "another dtype than float32; use runtime torch (--runtime torch), or leave head_dtype out"

@@ -9,7 +9,7 @@ import transformers
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.core.devices import resolve_device
-from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
+from eagle_fsd.hub.choose_runtime import argument_for_openvino
 from eagle_fsd.runtime.ranks import Ranks
 
 AUTO = "auto"
@@ -25,10 +25,9 @@ def require_splittable(
 ) -> None:
     """Raise ValueError unless a target that is loaded so can be split among ranks."""
     require_choice("tp_plan", tp_plan, (AUTO,))
-    if runtime == "openvino" or weight_format in (INT8, PACKED):
-        named = f"runtime is {runtime!r}" if runtime == "openvino" else f"weight_format is {weight_format!r}"
+    if asked := argument_for_openvino(runtime, weight_format):
         raise ValueError(
-            f"{named} with tp_plan: a target is split on the runtime torch with plain weights; use runtime "
+            f"{asked} with tp_plan: a target is split on the runtime torch with plain weights; use runtime "
             "torch (--runtime torch), or leave tp_plan out"
         )
     for name, value in (("device_map", device_map), ("draft_device", draft_device)):

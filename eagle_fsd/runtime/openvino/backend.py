@@ -28,6 +28,7 @@ from eagle_fsd.runtime.openvino.network import (
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
+    FEW_BITS,
     FORMATS,
     INT8,
     OWN_BLOCKS,
@@ -69,7 +70,7 @@ class OpenVINO:
     @property
     def rounds(self) -> bool:
         """Whether products round their activations."""
-        return self.weight_format in (INT8, PACKED)
+        return self.weight_format in FEW_BITS
 
     def network(
         self,

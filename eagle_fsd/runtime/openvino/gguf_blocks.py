@@ -23,24 +23,14 @@ CHUNK = 2**18  # numbers that are worked on at once: few enough for a processor'
 
 @dataclass
 class GGUFBlocks:
-    """Returns the blocks of weights whose rows are in a .gguf file. It is an Encoder.
-
-    found, missed: how many weights were asked for and are in the file, or are not.
-    """
+    """Returns the blocks of weights whose rows are in a .gguf file. It is an Encoder."""
 
     path: Path
-    found: int = 0
-    missed: int = 0
     _indices: dict[tuple[str, int], RowIndex] = field(default_factory=dict, repr=False)
 
     def __call__(self, weight: np.ndarray) -> Blocks | None:
         """Return a float32 weight's [out, in] blocks; None unless the file has all its rows in one type."""
-        blocks = self._find(np.ascontiguousarray(weight, dtype=np.float32))
-        self.found += blocks is not None
-        self.missed += blocks is None
-        return blocks
-
-    def _find(self, weight: np.ndarray) -> Blocks | None:
+        weight = np.ascontiguousarray(weight, dtype=np.float32)
         for kind, columns in self._tensors:
             if columns != weight.shape[1]:
                 continue

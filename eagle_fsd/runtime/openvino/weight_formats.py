@@ -17,6 +17,7 @@ from eagle_fsd.runtime.openvino.library import openvino
 
 FLOAT32, BFLOAT16, INT8, PACKED = "float32", "bfloat16", "int8", "packed"
 FORMATS = (FLOAT32, BFLOAT16, INT8, PACKED)
+FEW_BITS = (INT8, PACKED)  # these round activations too
 # In these a .gguf file's own blocks are kept. In float32 they are multiplied as the numbers that they stand
 # for, in packed with rounded activations.
 OWN_BLOCKS = (FLOAT32, PACKED)
@@ -44,11 +45,6 @@ class Blocks:
     def kind(self) -> tuple[int, int, bool]:
         """What weights must have in common to be one product."""
         return self.bits, self.group, self.offsets is not None
-
-    @property
-    def nbytes(self) -> int:
-        sums = 0 if self.offsets is None else self.offsets.nbytes
-        return self.integers.size * self.bits // 8 + self.scales.nbytes + sums
 
     def plain(self) -> np.ndarray:
         """Return the weight [out, in] float32 that the blocks stand for."""

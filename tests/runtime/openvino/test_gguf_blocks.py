@@ -101,9 +101,7 @@ def test_a_quantised_weight_stands_for_itself(kind: str, tmp_path: Path) -> None
     packed = quantised(kind, weight)
     find = GGUFBlocks(write(tmp_path / "a.gguf", {"a.weight": (kind, packed)}))
     assert_stands_for(find(plain(kind, packed)), plain(kind, packed))
-    assert (find.found, find.missed) == (1, 0)
     assert find(weight) is None  # which the file has only rounded
-    assert (find.found, find.missed) == (1, 1)
 
 
 @pytest.mark.parametrize(("rounded", "allowed"), [(False, 1e-5), (True, 0.02)])
@@ -140,7 +138,6 @@ def test_permuted_and_fused_rows_are_found(kind: str, tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(len(fused))
     for weight in (fused, fused[order], np.asfortranarray(fused[7:9]), plain(kind, other)):
         assert_stands_for(find(weight), weight)
-    assert (find.found, find.missed) == (4, 0)
 
 
 def test_a_row_that_differs_in_one_bit_is_not_found(tmp_path: Path) -> None:
@@ -184,7 +181,6 @@ def test_plain_floats_are_not_found(tmp_path: Path) -> None:
     find = GGUFBlocks(write(tmp_path / "a.gguf", tensors))
     assert find(weight.astype(np.float32)) is None
     assert find(np.ones((1, 64), dtype=np.float32)) is None
-    assert (find.found, find.missed) == (0, 2)
 
 
 def test_rows_of_experts_are_found(tmp_path: Path) -> None:
@@ -217,11 +213,11 @@ def test_float32_multiplies_blocks_as_the_numbers_they_stand_for(tmp_path: Path,
     weight = torch.from_numpy(plain(kind, packed))
     errors = {}
     for name in ("float32", "packed"):
-        runtime = OpenVINO(name, find := GGUFBlocks(file))
+        runtime = OpenVINO(name, GGUFBlocks(file))
         network = nn.Linear(512, 96, bias=False).requires_grad_(False)
         network.weight.copy_(weight)
         made = runtime.product("lm_head", network.weight)
-        assert find.found == 1 and made.weight_bytes < weight.numel() * 4 / 2
+        assert made.weight_bytes < weight.numel() * 4 / 2
         for rows in (1, 9):
             given = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
             found = made(given)
@@ -256,4 +252,4 @@ def test_all_weights_of_the_default_target_are_found() -> None:
             assert_stands_for(part, weight.numpy()[sample])
     eights = {"model.embed_tokens.weight", "lm_head.weight"}  # one weight, tied
     assert {name for name, count in bits.items() if count == 8} == eights
-    assert find.missed == 0 and find.found == 30 * 7 + 2
+    assert len(bits) == 30 * 7 + 2

@@ -57,7 +57,6 @@ def test_rounding_moves_no_weight_by_more_than_half_a_step(size: float) -> None:
     error = np.abs(blocks.plain() - weight).reshape(blocks.integers.shape)
     assert (error <= 0.5001 * blocks.scales[:, :, None]).all()
     assert (np.abs(blocks.integers).max(-1) == 127).all()  # the whole range is used
-    assert blocks.nbytes == 7 * 3 * (GROUP + 4)
 
 
 def test_blocks_of_zeros_stay_zeros() -> None:
@@ -82,7 +81,6 @@ def test_plain_and_join(offsets: bool) -> None:
     joined = Blocks.join(parts)
     assert joined.kind == parts[0].kind == (8, GROUP, offsets)
     np.testing.assert_array_equal(joined.plain(), np.concatenate([part.plain() for part in parts]))
-    assert joined.nbytes == sum(part.nbytes for part in parts)
 
 
 # --- In graphs ---

@@ -12,10 +12,8 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +25,7 @@ from eagle_fsd.files.kept_folders import (
     folder_size,
     format_gigabytes,
     is_enabled,
+    mark_used,
     remove,
     remove_leftovers,
     shrink,
@@ -95,7 +94,7 @@ def read(folder: Path) -> Any:
     """Return the graph in a folder, now the one used last; None if there is none that can be read."""
     with contextlib.suppress(OSError, RuntimeError):
         if (folder / GRAPH).is_file():
-            os.utime(folder, ns=(time.time_ns(),) * 2)
+            mark_used(folder)
             _in_use.add(folder)
             return library.core().read_model(folder / GRAPH)
     return None
