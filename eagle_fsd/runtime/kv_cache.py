@@ -135,8 +135,11 @@ class KVCache:
         if host_can_read(path):  # most tokens of most paths are in place
             moved = source != target
             rows, source, target = rows[moved], source[moved], target[moved]
-        if not target.numel():
-            return
+        if target.numel():
+            self._move(rows, source, target)
+
+    def _move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy each row's slot to another one; a slot may be both. The three have one shape."""
         places: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         for buffers in self.layers.values():
             for buffer in buffers:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import additive
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
@@ -98,7 +97,8 @@ class BlockCache(KVCache):
         for size, new in zip(self.sizes, news, strict=True):
             store = self.stores[size]
             if start is None:
-                block, rows, place = self._index(self.slots)
+                rows = torch.arange(len(self.slots), device=self.device)[:, None]
+                block, place = self.slots // self.block, self.slots % self.block
                 store[:, block, rows, :, place] = new.permute(1, 3, 0, 2, 4)
                 continue
             done = 0
@@ -113,21 +113,11 @@ class BlockCache(KVCache):
         alike = min(self.row_lengths) == max(self.row_lengths)
         return self.row_lengths[0] + self._offset if alike else None
 
-    def compact(self, path: Tensor, slots: Tensor) -> None:
-        path = path[:, 1 : slots.shape[1]]  # the first token is in place
-        source = slots.gather(1, path.clamp(min=0))
-        target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
-        # Padding moves the first token into scratch slots, which is harmless and needs no mask.
-        moved = ((source != target) & (path >= 0)).any(0)
-        if not bool(moved.any()):
-            return
-        source, target = self._index(source[:, moved]), self._index(target[:, moved])
+    def _move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        before, after = ((slots // self.block, slots % self.block) for slots in (source, target))
         for store in self.stores.values():
-            # Advanced indexing copies before it writes, so source and target slots may overlap.
-            block, rows, place = source
-            kept = store[:, block, rows, :, place]
-            block, rows, place = target
-            store[:, block, rows, :, place] = kept
+            # Advanced indexing copies before it writes, so a slot may be both.
+            store[:, after[0], rows, :, after[1]] = store[:, before[0], rows, :, before[1]]
 
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
@@ -217,11 +207,6 @@ class BlockCache(KVCache):
         shape = (self.members.count(size), capacity // self.block, rows, heads, self.block, width)
         # numpy's zeros, unlike torch's, take up no memory until something is written.
         return torch.from_numpy(np.zeros(shape, dtype=np.float32))
-
-    def _index(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block, row and place in the block of slots [B, n]."""
-        rows = on_device(range(len(slots)), self.device)[:, None].expand_as(slots)
-        return slots // self.block, rows, slots % self.block
 
 
 class PagedCache(BlockCache):
