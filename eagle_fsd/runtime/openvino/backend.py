@@ -17,14 +17,7 @@ from eagle_fsd.files.provenance import cores, machine_memory
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import constant_bytes, find_or_make, read, root_folder
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
-from eagle_fsd.runtime.openvino.network import (
-    Layout,
-    Network,
-    Product,
-    Traceable,
-    trace,
-    with_sizes,
-)
+from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
@@ -140,19 +133,30 @@ class OpenVINO:
         return find_or_make(name, weights, [self.weight_format, blocks, parts], make_graph, kept)
 
     def _network(self, graph: Any, folder: Path | None, layout: Layout) -> Network:
-        def compile_for(sizes: tuple[int, ...] | None) -> Any:
-            return self._compile(with_sizes(graph, layout, sizes), folder)
-
-        return Network(variants_of(graph, compile_for, folder), layout, constant_bytes(graph))
+        variants = self._variants(graph, folder, lambda sizes: layout.shapes(*sizes))
+        return Network(variants, layout, constant_bytes(graph))
 
     def _product(self, graph: Any, folder: Path | None, out: int, into: int) -> Product:
+        variants = self._variants(graph, folder, lambda sizes: {0: [*sizes, into]})
+        return Product(variants, out, constant_bytes(graph))
+
+    def _variants(
+        self, graph: Any, folder: Path | None, shapes: Callable[[tuple[int, ...]], dict[int, list[int]]]
+    ) -> Variants:
+        """Return a graph's variants. Their number is limited: each keeps a copy of the weights.
+
+        shapes: returns the shape of each input for these sizes.
+        """
+
         def compile_for(sizes: tuple[int, ...] | None) -> Any:
-            made = graph if sizes is None else graph.clone()
+            made = graph
             if sizes is not None:
-                made.reshape([*sizes, into])
+                made = graph.clone()
+                made.reshape(shapes(sizes))
             return self._compile(made, folder)
 
-        return Product(variants_of(graph, compile_for, folder), out, constant_bytes(graph))
+        size = constant_bytes(graph)
+        return Variants(compile_for, copies_of(size, machine_memory()), folder, size > LARGE)
 
     def _compile(self, graph: Any, folder: Path | None) -> Any:
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
@@ -167,14 +171,6 @@ def has_amx() -> bool:
     """Return whether the processor has units that multiply tiles of bfloat16."""
     asks = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch has no public name for it
     return asks is not None and bool(asks())
-
-
-def variants_of(
-    model: Any, compile_for: Callable[[tuple[int, ...] | None], Any], folder: Path | None
-) -> Variants:
-    """Return a graph's variants. Their number is limited: each keeps a copy of the weights."""
-    size = constant_bytes(model)
-    return Variants(compile_for, copies_of(size, machine_memory()), folder, size > LARGE)
 
 
 def copies_of(size: int, memory: int | None) -> int:

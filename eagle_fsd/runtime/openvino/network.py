@@ -65,18 +65,23 @@ class Layout:
         blocks = [torch.zeros(2, batch, heads, BLOCK, width, **like) for heads, width in self.members]
         return [*self.inputs, *masks, *blocks]
 
-    def shape(self, place: int, example: Tensor, batch: int = -1, new: int = -1) -> list[int]:
-        """Return the shape of the input at a place, for these numbers of rows and new tokens; -1: any."""
-        shape = list(example.shape)
-        if place < len(self.inputs):
-            shape[:2] = batch, new
-        elif place >= self.first_member:
-            shape[:-3] = [-1] if self.paged else [-1, batch]
-        elif self.paged:
-            shape[:] = [-1] * len(shape)
-        else:
-            shape = [batch, 1, new, -1]
-        return shape
+    def shapes(self, batch: int = -1, new: int = -1) -> dict[int, list[int]]:
+        """Return the shape of every input by its place, for these numbers of rows and new tokens; -1: any.
+
+        The cache's size stays open.
+        """
+        found = {}
+        for place, example in enumerate(self.examples()):
+            shape = found[place] = list(example.shape)
+            if place < len(self.inputs):
+                shape[:2] = batch, new
+            elif place >= self.first_member:
+                shape[:-3] = [-1] if self.paged else [-1, batch]
+            elif self.paged:
+                shape[:] = [-1] * len(shape)
+            else:
+                shape[:] = batch, 1, new, -1
+        return found
 
 
 class Traced(nn.Module):
@@ -113,20 +118,10 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
         examples = [example.clone() for example in layout.examples()]
         extensions = [page_extension()] if layout.paged else []
         model = convert(Traced(network, work, layout), tuple(examples), extensions)
-    for place, (port, example) in enumerate(zip(model.inputs, examples, strict=True)):
-        port.get_node().set_partial_shape(openvino().PartialShape(layout.shape(place, example)))
+    for port, shape in zip(model.inputs, layout.shapes().values(), strict=True):
+        port.get_node().set_partial_shape(openvino().PartialShape(shape))
     model.validate_nodes_and_infer_types()
     return model
-
-
-def with_sizes(model: Any, layout: Layout, sizes: tuple[int, ...] | None) -> Any:
-    """Return a traced model for one number of rows and of new tokens; the cache's size stays open."""
-    if sizes is None:
-        return model
-    shapes = {place: layout.shape(place, example, *sizes) for place, example in enumerate(layout.examples())}
-    made = model.clone()
-    made.reshape(shapes)
-    return made
 
 
 class Request:
