@@ -89,11 +89,8 @@ def own_text(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def example_prompt(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-    """Return the tokens of PROMPT, as a chat where there is a template; one token without a tokenizer."""
-    most = max(target.max_positions // 2, 1)
-    if tokenizer is not None:
-        try:
-            return encode_as_trained(tokenizer, PROMPT)[:most]
-        except ValueError:  # a template that does not take such a chat
-            pass
-    return [next(iter(target.eos_token_ids), 0)]
+    """Return the tokens of PROMPT, as a chat where there is a template; one token if it cannot be encoded."""
+    try:
+        return encode_as_trained(tokenizer, PROMPT)[: max(target.max_positions // 2, 1)]
+    except ValueError:  # there is no tokenizer, or its template does not take such a chat
+        return [next(iter(target.eos_token_ids), 0)]

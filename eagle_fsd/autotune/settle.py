@@ -322,9 +322,7 @@ class Settler:
 
 
 def encode_example_prompts(tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Return the example prompts as token ids; an empty list if the tokenizer cannot encode them."""
-    if tokenizer is None:
-        return []
+    """Return the example prompts as token ids; an empty list without a tokenizer that can encode them."""
     try:
         return [encode_as_trained(tokenizer, prompt) for prompt in EXAMPLE_PROMPTS]
     except ValueError:

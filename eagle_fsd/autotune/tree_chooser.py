@@ -121,10 +121,15 @@ class TreeChooser:
         prompts: returns the texts (token ids) to observe the head on; called only if nothing is remembered.
         """
         batch, context = 2 ** (batch - 1).bit_length(), round_context(context)
+        widest = self.drafting.tokens
+        beams = [beam for beam in BEAMS if beam <= widest] if wanted.top_k is None else [wanted.top_k]
 
         def choose_now() -> tuple[Choice, bool]:
             try:
-                choice = self.compute_choice(wanted, prompts, rule, sampling, batch, context)
+                observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
+                forwards = self.forwards(beams, batch, context)
+                costs = forwards.with_overhead(self.overhead(max(beams), batch, rule, sampling))
+                choice = choose(costs, observed, wanted, batch, **self.reading)
             except (MemoryError, RuntimeError) as error:
                 if not ran_out_of_memory(error):
                     raise
@@ -145,23 +150,6 @@ class TreeChooser:
             return None
         finally:
             self.may_measure = True
-
-    def compute_choice(
-        self,
-        wanted: AutoTree,
-        prompts: Callable[[], Sequence[Sequence[int]]],
-        rule: AcceptanceRule,
-        sampling: SamplingConfig,
-        batch: int,
-        context: int,
-    ) -> Choice:
-        """Compute the choice from remembered measurements, and measure what is missing."""
-        widest = self.drafting.tokens
-        beams = [beam for beam in BEAMS if beam <= widest] if wanted.top_k is None else [wanted.top_k]
-        observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
-        forwards = self.forwards(beams, batch, context)
-        costs = forwards.with_overhead(self.overhead(max(beams), batch, rule, sampling))
-        return choose(costs, observed, wanted, batch, **self.reading)
 
     def observations(
         self,

@@ -92,16 +92,15 @@ def find_fastest_backend(module: nn.Module) -> MatmulBackend | None:
     It is not remembered if the repeats disagree, as they do on a busy machine.
     """
     if not (sample := sample_weights(module)):
-        return measure_fastest_backend(module)
+        return measure_fastest_backend(module)[0]
     shapes = [[str(weight.dtype), *weight.shape] for weight in sample]
     here = [processor(), cores(), torch.get_num_threads(), torch.__version__]
     key = record_key("library", here, shapes, ROWS, [backend.name for backend in BACKENDS])
     by_name = {backend.name: backend for backend in BACKENDS} | {STOCK: None}
     if (name := recall(key, str, BACKENDS_FILE)) in by_name:
         return by_name[name]
-    spreads: list[float] = []
-    found = measure_fastest_backend(module, spreads=spreads)
-    if statistics.median(spreads) <= BUSY:
+    found, spread = measure_fastest_backend(module)
+    if spread <= BUSY:
         remember(key, found.name if found else STOCK, BACKENDS_FILE)
     return found
 
@@ -127,25 +126,28 @@ def supported_weights(module: nn.Module) -> list[Tensor]:
 
 @torch.inference_mode()
 def measure_fastest_backend(
-    module: nn.Module, rows: Sequence[int] = ROWS, spreads: list[float] | None = None
-) -> MatmulBackend | None:
+    module: nn.Module, rows: Sequence[int] = ROWS
+) -> tuple[MatmulBackend | None, float]:
     """Return the backend that multiplies `rows` rows with this module's layers fastest; None: stock layers.
 
     The numbers of rows count equally. It takes about a second, on up to SAMPLE bytes of the layers. A
-    module of less than LEAST bytes is not measured and gets the first backend that supports its weights.
-    spreads: a list that is given the disagreement (timing.disagreement) of everything that is timed.
+    module of less than LEAST bytes is not measured and gets the first backend that supports its weights. The
+    second value is the median disagreement of the repeats; see timing.disagreement.
     """
     if not (sample := sample_weights(module)):
-        return next((backend_for(weight) for weight in supported_weights(module)), None)
+        return next((backend_for(weight) for weight in supported_weights(module)), None), 0.0
     stock = [lambda x, weight=weight: F.linear(x, weight) for weight in sample]
-    stock = time_products(stock, sample, rows, spreads)
-    best, least = None, [seconds / GAIN for seconds in stock]
+    repeats = time_products(stock, sample, rows)
+    spreads = [*map(disagreement, repeats)]
+    best, least = None, [statistics.median(seconds) / GAIN for seconds in repeats]
     for backend in BACKENDS:
         if all(backend.supports(weight) for weight in sample):
-            seconds = time_products(pack_products(backend, sample), sample, rows, spreads)
-            if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
-                best, least = backend, seconds
-    return best
+            repeats = time_products(pack_products(backend, sample), sample, rows)
+            spreads += map(disagreement, repeats)
+            medians = [statistics.median(seconds) for seconds in repeats]
+            if sum(mine / theirs for mine, theirs in zip(medians, least, strict=True)) < len(least):
+                best, least = backend, medians
+    return best, statistics.median(spreads)
 
 
 def pack_products(backend: MatmulBackend, weights: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
@@ -155,12 +157,9 @@ def pack_products(backend: MatmulBackend, weights: Sequence[Tensor]) -> list[Cal
 
 
 def time_products(
-    multiply: Sequence[Callable[[Tensor], Tensor]],
-    weights: Sequence[Tensor],
-    rows: Sequence[int],
-    spreads: list[float] | None = None,
-) -> list[float]:
-    """Return the seconds that all these products take together, one for each number of rows."""
+    multiply: Sequence[Callable[[Tensor], Tensor]], weights: Sequence[Tensor], rows: Sequence[int]
+) -> list[list[float]]:
+    """Return the seconds of each repeat of all these products together, for each number of rows."""
 
     def call(count: int) -> Call:
         inputs = [weight.new_ones(count, weight.shape[1]) for weight in weights]
@@ -172,6 +171,4 @@ def time_products(
         return Call(run)
 
     repeats = time_in_turn({count: call(count) for count in rows}, weights[0].device)
-    if spreads is not None:
-        spreads += map(disagreement, repeats.values())
-    return [statistics.median(repeats[count]) for count in rows]
+    return list(repeats.values())

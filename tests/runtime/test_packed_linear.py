@@ -213,9 +213,9 @@ def test_the_fastest_backend_is_taken(
     if not MKL.supports(torch.zeros(2, 2)):
         pytest.skip("torch is built without MKL")
     asked = iter([None, *(backend.name for backend in BACKENDS)])
-    monkeypatch.setattr(matmul_backends, "time_products", lambda *_: seconds[next(asked)])
+    monkeypatch.setattr(matmul_backends, "time_products", lambda *_: [[one] for one in seconds[next(asked)]])
     monkeypatch.setattr(matmul_backends, "LEAST", 1)
-    found = measure_fastest_backend(nn.Sequential(layer()))
+    found, _ = measure_fastest_backend(nn.Sequential(layer()))
     assert (found and found.name) == wanted and next(asked, "all") == "all"
 
 
@@ -232,9 +232,9 @@ def test_a_backend_is_chosen_by_running_it(backend: MatmulBackend, monkeypatch: 
     monkeypatch.setattr(matmul_backends, "BACKENDS", (*slow, backend))
     monkeypatch.setattr(matmul_backends.F, "linear", wait)
     small, large = nn.Sequential(layer()), nn.Sequential(nn.Linear(512, 9000))
-    assert measure_fastest_backend(small) is backend_for(small[0].weight) and not calls
-    assert measure_fastest_backend(large) is backend and set(calls) == set(matmul_backends.ROWS)
-    assert measure_fastest_backend(nn.Sequential(nn.LayerNorm(4))) is None
+    assert measure_fastest_backend(small)[0] is backend_for(small[0].weight) and not calls
+    assert measure_fastest_backend(large)[0] is backend and set(calls) == set(matmul_backends.ROWS)
+    assert measure_fastest_backend(nn.Sequential(nn.LayerNorm(4)))[0] is None
 
 
 def test_the_backend_is_measured_once_on_a_quiet_machine(
@@ -244,13 +244,7 @@ def test_the_backend_is_measured_once_on_a_quiet_machine(
     monkeypatch.setattr(matmul_backends, "LEAST", 1)
     results = [(ONEDNN, 0.5), (ONEDNN, 0.5), (None, 0.01), (ONEDNN, 0.01), (MKL, 0.01)]  # the first two busy
     left = iter(results)
-
-    def measure(*_: object, spreads: list[float]) -> MatmulBackend | None:
-        backend, spread = next(left)
-        spreads.append(spread)
-        return backend
-
-    monkeypatch.setattr(matmul_backends, "measure_fastest_backend", measure)
+    monkeypatch.setattr(matmul_backends, "measure_fastest_backend", lambda _: next(left))
     model = nn.Sequential(layer())
     found = [find_fastest_backend(model) for _ in range(5)]
     assert found == [ONEDNN, ONEDNN, None, None, None], "stock layers are remembered too"

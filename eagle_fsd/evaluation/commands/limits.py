@@ -85,7 +85,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     bandwidth = LARGE / median_seconds(block.sum, device)
     left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
     layer = nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype))
-    pack_linears(layer, measure_fastest_backend(layer, [SQUARE]))
+    pack_linears(layer, measure_fastest_backend(layer, [SQUARE])[0])
     return Machine(bandwidth, 2 * SQUARE**3 / median_seconds(lambda: layer(left), device))
 
 
