@@ -151,8 +151,8 @@ def choose(
     for depth, beam in product(depths, beams):
         drafts = [regrow(one, depth, beam) for one in observed[beam]]
         for confidence in confidences:
-            least = TreeConfig(1, depth, beam, confidence)
-            pruned = [draft.prune(least, host_reads, whole_trees) for draft in drafts]
+            shape = TreeConfig(1, depth, beam, confidence)  # of any number of nodes
+            pruned = [draft.prune(shape, host_reads, whole_trees) for draft in drafts]
             for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # too few nodes for the depth, or more nodes than candidates

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError
 
 from eagle_fsd.core.checks import one_line
@@ -99,17 +99,17 @@ def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
     made: in a read-only folder, or on a file system without locks.
     """
     lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=PATIENCE if patience is None else patience)
-    acquire(lock, path)
-    try:
+    with acquire(lock, path):
         yield
-    finally:
-        lock.release()
 
 
-def acquire(lock: BaseFileLock, path: Path) -> None:
-    """Take the lock of a path. Raises Timeout if another holds it, and OSError if it cannot be made."""
+def acquire(lock: BaseFileLock, path: Path) -> AcquireReturnProxy:
+    """Take the lock of a path, and return what releases it.
+
+    Raises Timeout, an OSError, if another holds it, and other OSErrors if it cannot be made.
+    """
     try:
-        lock.acquire()
+        return lock.acquire()
     except (NotImplementedError, RuntimeError) as error:  # releases of filelock differ
         raise OSError(
             f"{path} cannot be locked ({one_line(error, 80)}): it must be on a file system with locks; name "
@@ -125,17 +125,14 @@ def sole(lock: Path, named: Path, harm: str) -> Iterator[None]:
     process has it, and OSError if it cannot be made.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(lock, blocking=False)
     try:
-        acquire(held, named)
+        held = acquire(FileLock(lock, blocking=False), named)
     except Timeout as error:
         raise ValueError(
             f"{named} is in use: two runs would {harm}; wait for the other one, or name another --output"
         ) from error
-    try:
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def read_records(path: Path) -> dict[str, Any]:

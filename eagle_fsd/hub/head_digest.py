@@ -25,15 +25,15 @@ def head_digests(file: Path) -> dict[str, str | int | None]:
     config.json is. A list of tokens changes the second one alone.
     """
     vocabulary = file.parent / VOCABULARY_NAME
-    found: dict[str, str | int | None] = {WEIGHTS: digest_file(file), VOCABULARY: None}
+    found: dict[str, str | int | None] = {WEIGHTS: digest_tensor_file(file), VOCABULARY: None}
     if vocabulary.is_file():
-        found[VOCABULARY] = digest_file(vocabulary)
+        found[VOCABULARY] = digest_tensor_file(vocabulary)
         if own := read_config(file.parent, "draft head").get(TEXT_FIELD):
             found[TEXT_FIELD] = own
     return found
 
 
-def digest_file(path: Path) -> str:
+def digest_tensor_file(path: Path) -> str:
     """Return a digest of a file's tensors: of their names, dtypes, shapes and values."""
     return digest_json({name: digest_tensors([tensor]) for name, tensor in read_tensors(path).items()})
 

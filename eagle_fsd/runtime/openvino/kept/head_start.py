@@ -137,9 +137,9 @@ def shapes_of(model: Any) -> tuple[str, ...]:
 
 def read_note(path: Path) -> list[Compiling]:
     """Return what a note names; nothing if it is not there or broken."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):
-        graphs = [Compiling(**one) for one in read_records(path).get("graphs", [])]
-        graphs = [Compiling(**{**asdict(one), "shapes": tuple(one.shapes)}) for one in graphs]
+    with contextlib.suppress(OSError, TypeError, KeyError):
+        noted = read_records(path).get("graphs", [])
+        graphs = [Compiling(**{**one, "shapes": tuple(one["shapes"])}) for one in noted]
         if all(isinstance(one.folder, str) and Path(one.folder).name == one.folder for one in graphs):
             return graphs[:MOST]
     return []
