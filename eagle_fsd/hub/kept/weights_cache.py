@@ -102,10 +102,12 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
         folder = root_folder() / origin.digest
         record = read_records(folder / RECORD)
         fits = record.get("made") == origin.made and (not dtypes or record.get("dtype") in dtypes)
-        if not fits or not is_whole(folder):
+        if not fits or not (files := unchanged_files(folder, record["files"])):
             return None
-        update_record(folder, lambda record: record["seen"].update(origin.seen))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # what is noted only saves time
+            noted = record | {"seen": record["seen"] | origin.seen, "files": files}
+            if noted != record:
+                write_record(folder, noted)
             mark_used(folder)
         return folder
     except READ_ERRORS as error:
@@ -139,7 +141,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
                 }
                 record = {"gguf": origin.gguf.name, "dtype": dtype, "made": origin.made}
                 record |= {"seen": origin.seen, "files": files}
-                write_atomically(partial / RECORD, json.dumps(record, indent=1) + "\n")
+                write_record(partial, record)
                 remove(folder)
                 partial.rename(folder)
             finally:
@@ -151,18 +153,22 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
         return None
 
 
-def is_whole(folder: Path) -> bool:
-    """Return whether all files of a kept folder are unchanged. Raises OSError if one is not there."""
-    files = read_records(folder / RECORD).get("files") or {}
-    changed = {}
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def unchanged_files(folder: Path, files: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the files of a kept folder with the stamps that they have now; None if one has changed.
+
+    Raises OSError if one is not there. One that was copied or moved has another stamp and the same content.
+    """
+    found = {}
     for name, (known, content) in files.items():
-        if (now := read_stamp(folder / name)) != known:
-            if now[0] != known[0] or digest_file(folder / name) != content:
-                return False
-            changed[name] = [now, content]  # copied or moved: next time the stamp is enough
-    if changed:
-        update_record(folder, lambda record: record["files"].update(changed))
-    return bool(files)
+        now = read_stamp(folder / name)
+        if now != known and (now[0] != known[0] or digest_file(folder / name) != content):
+            return None
+        found[name] = [now, content]
+    return found
 
 
 def clear() -> None:
@@ -211,13 +217,3 @@ def digest_file(path: Path) -> str:
         while block := file.read(2**20):
             found.update(block)
     return found.hexdigest()[:32]
-
-
-def update_record(folder: Path, update: Callable[[dict[str, Any]], object]) -> None:
-    """Change a folder's record, if possible. Failing is no problem: the record only saves time."""
-    with contextlib.suppress(*READ_ERRORS):
-        record = read_records(folder / RECORD)
-        before = json.dumps(record)
-        update(record)
-        if json.dumps(record) != before:
-            write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
