@@ -14,10 +14,10 @@ from datetime import datetime
 from eagle_fsd.files.atomic import cache_folder, read_records
 from eagle_fsd.files.kept_folders import folder_size
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
-from eagle_fsd.hub.kept import weights_cache
-from eagle_fsd.runtime.openvino.kept import graph_store
+from eagle_fsd.hub.kept.weights_cache import RECORD, WEIGHTS
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS
 
-ALL, WEIGHTS, GRAPHS, MEASUREMENTS = "all", "weights", "graphs", "measurements"
+ALL, MEASUREMENTS = "all", "measurements"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clear",
         nargs="?",
-        choices=(ALL, WEIGHTS, GRAPHS, MEASUREMENTS),
+        choices=(ALL, WEIGHTS.name, GRAPHS.name, MEASUREMENTS),
         const=ALL,
         help="delete everything, or only the converted weights, the graphs, or the measurements",
     )
@@ -43,26 +43,25 @@ def describe_storage() -> list[str]:
         if (file := cache_file(name)).is_file():
             records = read_records(file)
             found.append(f"  {name}: {len(records)} measurements, {file.stat().st_size / 1e6:.1f} MB")
-    for folder in reversed(weights_cache.folders()):
-        record = read_records(folder / weights_cache.RECORD)
+    for folder in reversed(WEIGHTS.whole()):
+        record = read_records(folder / RECORD)
         used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
         size = folder_size(folder) / 1e6
         dtype = str(record.get("dtype")).removeprefix("torch.")
-        name = f"{weights_cache.FOLDER}/{folder.name}"
+        name = f"{WEIGHTS.name}/{folder.name}"
         found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
-    for folder in reversed(graph_store.folders()):
+    for folder in reversed(GRAPHS.whole()):
         used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
         size = folder_size(folder) / 1e6
-        found.append(f"  {graph_store.FOLDER}/{folder.name}: {size:.0f} MB, used {used}")
+        found.append(f"  {GRAPHS.name}/{folder.name}: {size:.0f} MB, used {used}")
     return found if len(found) > 1 else [f"{found[0]}: nothing is kept"]
 
 
 def clear(what: str) -> None:
     """Delete what is kept, or a part of it."""
-    if what in (ALL, WEIGHTS):
-        weights_cache.clear()
-    if what in (ALL, GRAPHS):
-        graph_store.clear()
+    for kept in (WEIGHTS, GRAPHS):
+        if what in (ALL, kept.name):
+            kept.clear()
     if what in (ALL, MEASUREMENTS):
         for name in (TREES_FILE, BACKENDS_FILE):
             file = cache_file(name)

@@ -9,6 +9,7 @@ import pytest
 from eagle_fsd import storage
 from eagle_fsd.files.records import BACKENDS_FILE, recall, remember
 from eagle_fsd.hub.kept import weights_cache
+from eagle_fsd.hub.kept.weights_cache import WEIGHTS
 
 
 @pytest.fixture
@@ -43,6 +44,6 @@ def test_what_is_kept_can_be_cleared(
     arguments: list[str], weights: int, measurements: int, kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = shown(capsys, *arguments)
-    assert len(weights_cache.folders()) == weights and ("model.gguf" in text) == bool(weights)
+    assert len(WEIGHTS.whole()) == weights and ("model.gguf" in text) == bool(weights)
     assert (recall("a", int) is not None) == bool(measurements) == ("trees.json" in text)
     assert shown(capsys, "--clear") == f"{kept}: nothing is kept\n" == shown(capsys)

@@ -10,7 +10,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_fsd.files.atomic import cache_folder, hidden_beside
@@ -24,39 +25,54 @@ def is_enabled() -> bool:
     return os.environ.get(OFF, "0") in ("", "0")
 
 
-def whole_folders(name: str, mark: str) -> list[Path]:
-    """Return the whole folders below the cache's folder of this name, the least recently used first.
+@dataclass(frozen=True)
+class KeptFolders:
+    """The folders of one kind. name: of the cache's folder that they are in. mark: the file's name."""
 
-    Hidden ones are being written or deleted, with or without their mark.
-    """
-    try:
-        folders = [path for path in (cache_folder() / name).iterdir() if not path.name.startswith(".")]
-        found = [path for path in folders if (path / mark).is_file()]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-    except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
-        return []
+    name: str
+    mark: str
+
+    def root(self) -> Path:
+        """Return the folder that they are in. Raises RuntimeError if there is no home folder."""
+        return cache_folder() / self.name
+
+    def whole(self) -> list[Path]:
+        """Return the whole folders, the least recently used first.
+
+        Hidden ones are being written or deleted, with or without their mark.
+        """
+        try:
+            folders = [path for path in self.root().iterdir() if not path.name.startswith(".")]
+            found = [path for path in folders if (path / self.mark).is_file()]
+            return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
+            return []
+
+    def shrink(self, spared: Collection[Path], most: int) -> None:
+        """Delete the least recently used folders until all take at most `most` bytes, but for the spared."""
+        sizes = {folder: folder_size(folder) for folder in (*self.whole(), *spared)}
+        total = sum(sizes.values())
+        for folder, size in sizes.items():
+            if total > most and folder not in spared:
+                total -= size
+                remove(folder)
+
+    def remove_leftovers(self) -> None:
+        """Delete what processes that were killed have left half-written, a day ago or longer."""
+        with contextlib.suppress(OSError):
+            for path in self.root().glob(".*"):
+                if path.is_dir() and time.time() - path.stat().st_mtime > DAY:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Delete everything, half-written folders too."""
+        with contextlib.suppress(RuntimeError):
+            remove(self.root())
 
 
 def mark_used(folder: Path) -> None:
     """Let a folder be the one used last. Raises OSError if that cannot be noted."""
     os.utime(folder, ns=(time.time_ns(),) * 2)  # the default clock is too coarse to order folders
-
-
-def shrink(folders: Sequence[Path], spared: Collection[Path], most: int) -> None:
-    """Delete folders, the first ones first, until all take at most `most` bytes, but for the spared ones."""
-    total = sum(map(folder_size, {*folders, *spared}))
-    for folder in folders:
-        if total > most and folder not in spared:
-            total -= folder_size(folder)
-            remove(folder)
-
-
-def remove_leftovers(root: Path) -> None:
-    """Delete what processes that were killed have left half-written, a day ago or longer."""
-    with contextlib.suppress(OSError):
-        for path in root.glob(".*"):
-            if path.is_dir() and time.time() - path.stat().st_mtime > DAY:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def folder_size(folder: Path) -> int:

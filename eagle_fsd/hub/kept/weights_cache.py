@@ -25,20 +25,19 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from eagle_fsd.files.atomic import cache_folder, hidden_beside, hold_lock, read_records, write_atomically
+from eagle_fsd.files.atomic import hidden_beside, hold_lock, read_records, write_atomically
 from eagle_fsd.files.kept_folders import (
+    KeptFolders,
     format_gigabytes,
     is_enabled,
     mark_used,
     remove,
-    remove_leftovers,
-    shrink,
-    whole_folders,
 )
 
 logger = logging.getLogger(__name__)
 
-FOLDER, RECORD = "weights", "source.json"
+RECORD = "source.json"
+WEIGHTS = KeptFolders("weights", RECORD)
 VERSION = 3  # of the folders; earlier ones lacked scaled positions, windows or biases
 # Bytes of all folders together, unless the latest alone has more; the least recently used go.
 MOST = 16 * 2**30
@@ -65,16 +64,6 @@ class Origin:
         return {str(self.gguf.resolve()): self.stamp} if is_settled(self.stamp) else {}
 
 
-def root_folder() -> Path:
-    """Return the folder of all kept folders."""
-    return cache_folder() / FOLDER
-
-
-def folders() -> list[Path]:
-    """Return all kept folders, the least recently used first."""
-    return whole_folders(FOLDER, RECORD)
-
-
 def find_origin(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | None:
     """Return the Origin of a GGUF file; None if the cache is turned off or cannot be used.
 
@@ -83,7 +72,7 @@ def find_origin(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | No
     if not is_enabled():
         return None
     try:
-        root_folder()  # raises RuntimeError if there is no home folder
+        WEIGHTS.root()  # raises RuntimeError if there is no home folder
         stamp = read_stamp(gguf)
         digest = recall_digest(gguf, stamp) or digest_once(gguf, stamp)
         others = {path.name: digest_file(path) for path in sorted(beside) if path.is_file()}
@@ -99,7 +88,7 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
     dtypes: the usable ones; empty allows all.
     """
     try:
-        folder = root_folder() / origin.digest
+        folder = WEIGHTS.root() / origin.digest
         record = read_records(folder / RECORD)
         fits = record.get("made") == origin.made and (not dtypes or record.get("dtype") in dtypes)
         if not fits or not (files := unchanged_files(folder, record["files"])):
@@ -121,7 +110,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
     They replace what was kept of the same file. size: in bytes. save: writes all files into an empty folder.
     """
     try:
-        folder = root_folder() / origin.digest
+        folder = WEIGHTS.root() / origin.digest
         folder.parent.mkdir(parents=True, exist_ok=True)
         if 2 * size > (free := shutil.disk_usage(folder.parent).free):
             raise OSError(
@@ -129,7 +118,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
             )
         if read_stamp(origin.gguf) != origin.stamp:
             raise OSError("the file changed while it was read")
-        remove_leftovers(folder.parent)
+        WEIGHTS.remove_leftovers()
         with hold_lock(folder, patience=0.0):
             remove(*folder.parent.glob(f".{folder.name}-*"))  # left by processes that were killed
             partial = hidden_beside(folder)
@@ -146,7 +135,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
                 partial.rename(folder)
             finally:
                 remove(partial)
-        shrink(folders(), [folder], MOST)
+        WEIGHTS.shrink([folder], MOST)
         return folder
     except READ_ERRORS as error:  # these include what `save` raises on a full disk
         logger.info("the converted weights of %s are not kept: %s", origin.gguf.name, error)
@@ -171,18 +160,12 @@ def unchanged_files(folder: Path, files: dict[str, Any]) -> dict[str, Any] | Non
     return found
 
 
-def clear() -> None:
-    """Delete everything that is kept. A process that is reading it falls back to the GGUF file."""
-    with contextlib.suppress(RuntimeError):
-        remove(root_folder())
-
-
 # -- whether a file changed ----------------------------------------
 
 
 def recall_digest(gguf: Path, stamp: list[int]) -> str | None:
     """Return the digest of a file's content from a kept folder that has recorded this stamp, else None."""
-    for folder in folders():
+    for folder in WEIGHTS.whole():
         seen = read_records(folder / RECORD).get("seen")
         if isinstance(seen, dict) and seen.get(str(gguf.resolve())) == stamp:
             return folder.name

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.files.provenance import cores, machine_memory
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.kept.graph_store import constant_bytes, find_or_make, read, root_folder
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, constant_bytes, find_or_make, read
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
 from eagle_fsd.runtime.openvino.variants import Variants
@@ -88,8 +88,8 @@ class OpenVINO:
 
     def read_network(self, folder: str, layout: Layout) -> Network | None:
         """Return a network that is kept in a folder of this name; None if it is not there any more."""
-        graph = read(root_folder() / folder)
-        return None if graph is None else self._network(graph, root_folder() / folder, layout)
+        graph = read(GRAPHS.root() / folder)
+        return None if graph is None else self._network(graph, GRAPHS.root() / folder, layout)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
@@ -99,8 +99,8 @@ class OpenVINO:
 
     def read_product(self, folder: str, out: int, into: int) -> Product | None:
         """Return the product with a weight [out, into] that is kept in a folder of this name, as above."""
-        graph = read(root_folder() / folder)
-        return None if graph is None else self._product(graph, root_folder() / folder, out, into)
+        graph = read(GRAPHS.root() / folder)
+        return None if graph is None else self._product(graph, GRAPHS.root() / folder, out, into)
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.

@@ -20,7 +20,7 @@ from torch import nn
 from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.kept_folders import is_enabled
-from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, root_folder
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, GRAPHS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,7 +126,7 @@ def read_outline(made_of: object) -> Outline | None:
     with contextlib.suppress(OSError, RuntimeError, TypeError, KeyError):
         found = from_record(read_records(file_of(made_of)))
         if all(
-            (root_folder() / name / GRAPH).is_file() for name in (found.graphs.decoder, found.graphs.lm_head)
+            (GRAPHS.root() / name / GRAPH).is_file() for name in (found.graphs.decoder, found.graphs.lm_head)
         ):
             return found
     return None
@@ -153,4 +153,4 @@ def has_none(made_of: object) -> bool:
 
 
 def file_of(made_of: object) -> Path:
-    return root_folder() / f"target-{digest_json(VERSION, made_of)}.json"
+    return GRAPHS.root() / f"target-{digest_json(VERSION, made_of)}.json"

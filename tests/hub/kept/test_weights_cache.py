@@ -27,6 +27,7 @@ from eagle_fsd.files.atomic import hidden_beside
 from eagle_fsd.files.kept_folders import DAY, OFF, folder_size
 from eagle_fsd.hub import target_loader
 from eagle_fsd.hub.kept import weights_cache
+from eagle_fsd.hub.kept.weights_cache import WEIGHTS
 from eagle_fsd.hub.loading import progress
 from eagle_fsd.hub.target_loader import Loaded
 
@@ -145,13 +146,13 @@ def test_one_folder_is_kept_of_a_file(gguf: Path, own_folder: Path, conversions:
         ("float16", 2, "float32"),
     ):
         hub.load_target(str(gguf), dtype=dtype)
-        (folder,) = weights_cache.folders()
+        (folder,) = WEIGHTS.whole()
         assert weights_cache.read_records(folder / "source.json")["dtype"] == f"torch.{kept}"
         assert len(conversions) == reads, dtype
     shutil.copy(gguf, gguf.with_name("copy.gguf"))
     hub.load_target(str(gguf.with_name("copy.gguf")))
     assert len(conversions) == 2, "the content counts, not the name"
-    assert len(weights_cache.folders()) == 1
+    assert len(WEIGHTS.whole()) == 1
     assert not [path for path in (own_folder / "weights").iterdir() if path.name.startswith(".")]
 
 
@@ -199,12 +200,12 @@ def test_the_cache_can_be_turned_off(
     turn_off: str, gguf: Path, own_folder: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.load_target(str(gguf))
-    weights_cache.clear()
+    WEIGHTS.clear()
     if turn_off == "environment":
         monkeypatch.setenv(OFF, "1")
     for _ in range(2):
         hub.load_target(str(gguf), weights_cache=turn_off != "argument")
-    assert len(conversions) == 3 and weights_cache.folders() == []
+    assert len(conversions) == 3 and WEIGHTS.whole() == []
     hub.load_text(hub.resolve_target(str(gguf)))
 
 
@@ -231,7 +232,7 @@ def test_a_file_beside_and_another_release_convert_anew(
     hub.load_target(str(gguf))
     assert len(conversions) == 3
     hub.load_target(str(gguf))
-    assert len(conversions) == 3 and len(weights_cache.folders()) == 1
+    assert len(conversions) == 3 and len(WEIGHTS.whole()) == 1
 
 
 # --- damage ---
@@ -284,7 +285,7 @@ def test_what_is_damaged_is_made_again(
 ) -> None:
     direct = hub.load_target(str(gguf), weights_cache=False)
     hub.load_target(str(gguf))
-    (folder,) = weights_cache.folders()
+    (folder,) = WEIGHTS.whole()
     spoil(folder)
     assert same(hub.load_target(str(gguf)), direct) and len(conversions) == 3
     assert same(hub.load_target(str(gguf)), direct) and len(conversions) == 3, "whole again"
@@ -314,7 +315,7 @@ def test_a_folder_that_vanishes_while_it_is_read_is_no_error(
     def clearing(source: hub.TargetSource, options: dict[str, object]) -> transformers.PreTrainedConfig:
         config = real(source, options)
         if source.gguf_file is None:
-            weights_cache.clear()
+            WEIGHTS.clear()
         return config
 
     monkeypatch.setattr(target_loader, "load_config", clearing)
@@ -325,7 +326,7 @@ def test_a_folder_that_vanishes_while_it_is_looked_at_is_no_error(
     gguf: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.load_target(str(gguf))
-    (folder,) = weights_cache.folders()
+    (folder,) = WEIGHTS.whole()
     read_tokenizer, read_stamp, loaded = target_loader.load_tokenizer, weights_cache.read_stamp, list[str]()
 
     def load_last(source: hub.TargetSource, options: dict[str, object]) -> object:
@@ -334,7 +335,7 @@ def test_a_folder_that_vanishes_while_it_is_looked_at_is_no_error(
 
     def read_late(path: Path) -> list[int]:
         if loaded and path.parent == folder:
-            weights_cache.clear()
+            WEIGHTS.clear()
         return read_stamp(path)
 
     monkeypatch.setattr(target_loader, "load_tokenizer", load_last)
@@ -347,7 +348,7 @@ def test_a_folder_in_whose_place_another_comes_while_it_is_read_is_not_used(
 ) -> None:
     direct = hub.load_target(str(gguf), weights_cache=False)
     hub.load_target(str(gguf), dtype="bfloat16")
-    (folder,) = weights_cache.folders()
+    (folder,) = WEIGHTS.whole()
     shutil.copytree(folder, tmp_path / "rounded")
     hub.load_target(str(gguf))
     real, before = target_loader.load_config, len(conversions)
@@ -364,16 +365,16 @@ def test_a_folder_in_whose_place_another_comes_while_it_is_read_is_not_used(
 
 def test_what_killed_processes_left_is_no_kept_folder_and_goes(gguf: Path, conversions: list[str]) -> None:
     hub.load_target(str(gguf))
-    (folder,) = weights_cache.folders()
+    (folder,) = WEIGHTS.whole()
     hidden = folder.rename(hidden_beside(folder))  # killed while it deleted the folder
     (hidden / "model.safetensors").unlink()
     other = folder.with_name(".0123abcd-01234567")  # killed while it converted another file, days ago
     other.mkdir()
     (other / "model.safetensors").write_bytes(b"half")
     os.utime(other, (time.time() - 2 * DAY,) * 2)
-    assert weights_cache.folders() == []
+    assert WEIGHTS.whole() == []
     hub.load_target(str(gguf))
-    assert len(conversions) == 2 and weights_cache.folders() == [folder]
+    assert len(conversions) == 2 and WEIGHTS.whole() == [folder]
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
 
 
@@ -399,11 +400,11 @@ def test_a_full_disk_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(transformers.LlamaForCausalLM, "save_pretrained", full)
         model, _ = hub.load_target(str(gguf))
-    assert model.config.hidden_size == WIDTH and weights_cache.folders() == []
+    assert model.config.hidden_size == WIDTH and WEIGHTS.whole() == []
     assert [path.name for path in (own_folder / "weights").iterdir() if path.is_dir()] == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
     hub.load_target(str(gguf))
-    assert weights_cache.folders() == [] and len(conversions) == 2
+    assert WEIGHTS.whole() == [] and len(conversions) == 2
 
 
 @pytest.mark.parametrize("kind", ["a file", "no home"])
@@ -418,17 +419,17 @@ def test_a_cache_that_cannot_be_is_no_error(
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH
-    weights_cache.clear()
+    WEIGHTS.clear()
 
 
 def test_a_file_that_another_process_converts_is_not_waited_for(gguf: Path, own_folder: Path) -> None:
     hub.load_target(str(gguf))
-    (folder,) = weights_cache.folders()
-    weights_cache.clear()
+    (folder,) = WEIGHTS.whole()
+    WEIGHTS.clear()
     (own_folder / "weights").mkdir(exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH
-        assert weights_cache.folders() == []
+        assert WEIGHTS.whole() == []
 
 
 def test_the_least_recently_used_folders_make_room(
@@ -437,15 +438,15 @@ def test_the_least_recently_used_folders_make_room(
     pytest.importorskip("gguf")
     files = [aged(write_gguf(tmp_path / f"{seed}.gguf", tiny_weights(seed))) for seed in range(3)]
     hub.load_target(str(files[0]))
-    size = folder_size(weights_cache.folders()[0])
+    size = folder_size(WEIGHTS.whole()[0])
     monkeypatch.setattr(weights_cache, "MOST", int(2.5 * size))
     for file in (files[1], files[0], files[2]):
         hub.load_target(str(file))
-    names = [weights_cache.read_records(folder / "source.json")["gguf"] for folder in weights_cache.folders()]
+    names = [weights_cache.read_records(folder / "source.json")["gguf"] for folder in WEIGHTS.whole()]
     assert names == ["0.gguf", "2.gguf"]
     monkeypatch.setattr(weights_cache, "MOST", size // 4)
     hub.load_target(str(files[1]))
-    names = [weights_cache.read_records(folder / "source.json")["gguf"] for folder in weights_cache.folders()]
+    names = [weights_cache.read_records(folder / "source.json")["gguf"] for folder in WEIGHTS.whole()]
     assert names == ["1.gguf"], "one that has more than all may have is kept alone"
 
 
@@ -457,6 +458,7 @@ import os, sys
 from transformers import LlamaForCausalLM
 from eagle_fsd import hub
 from eagle_fsd.hub.kept import weights_cache
+from eagle_fsd.hub.kept.weights_cache import WEIGHTS
 def load():
     model, tokenizer = hub.load_target(sys.argv[1])
     line = f"{float(model.lm_head.weight.double().sum())} {len(tokenizer)}\\n"
@@ -484,7 +486,7 @@ def test_processes_that_start_at_once_all_work(gguf: Path, own_folder: Path) -> 
     )  # fmt: skip
     *printed, codes = found.stdout.splitlines()
     assert len(printed) == 2 and len(set(printed)) == 1 and codes == "[0, 0]"
-    assert len(weights_cache.folders()) == 1
+    assert len(WEIGHTS.whole()) == 1
     assert not [path for path in (own_folder / "weights").iterdir() if path.name.startswith(".")]
 
 
@@ -512,7 +514,7 @@ def test_people_are_told_what_takes_long_and_pipes_are_not(
     hub.load_target(str(gguf))
     hub.load_target(str(gguf))
     assert capfd.readouterr() == ("", "")
-    weights_cache.clear()
+    WEIGHTS.clear()
     monkeypatch.setattr(progress, "wants_progress_bars", lambda: True)
     hub.load_target(str(gguf))
     shown = capfd.readouterr()

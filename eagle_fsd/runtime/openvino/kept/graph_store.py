@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import cache_folder, hidden_beside
+from eagle_fsd.files.atomic import hidden_beside
 from eagle_fsd.files.kept_folders import (
+    KeptFolders,
     folder_size,
     format_gigabytes,
     is_enabled,
     mark_used,
     remove,
-    remove_leftovers,
-    shrink,
-    whole_folders,
 )
 from eagle_fsd.runtime.openvino import library
 
@@ -38,30 +36,15 @@ if TYPE_CHECKING:  # a head start needs this module before torch is there
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "graphs"
 VERSION = 1  # of the traced code
 MOST = 8 * 2**30  # bytes of all folders together; the least recently used go first
 GRAPH = "graph.xml"
+GRAPHS = KeptFolders("graphs", GRAPH)
 _in_use: set[Path] = set()  # folders that this process has read or written
 
 
 class NoRoom(OSError):
     """The disk of temporary files cannot take a graph."""
-
-
-def root_folder() -> Path:
-    return cache_folder() / FOLDER
-
-
-def folders() -> list[Path]:
-    """Return all kept folders, the least recently used first."""
-    return whole_folders(FOLDER, GRAPH)
-
-
-def clear() -> None:
-    """Delete everything that is kept."""
-    with contextlib.suppress(RuntimeError):
-        remove(root_folder())
 
 
 def find_or_make(
@@ -77,7 +60,7 @@ def find_or_make(
     if not kept or not is_enabled():
         return read_back(make()), None
     key = digest(tensors, [name, parts, VERSION, library.version(), torch.__version__])
-    folder = root_folder() / f"{name}-{key}"
+    folder = GRAPHS.root() / f"{name}-{key}"
     found = read(folder)
     if found is not None:
         return found, folder
@@ -108,7 +91,7 @@ def keep(graph: Any, folder: Path) -> None:
     if others and size > MOST:
         raise OSError(f"{format_gigabytes(size)} are more than the limit of {format_gigabytes(MOST)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder.parent)
+    GRAPHS.remove_leftovers()
     partial = hidden_beside(folder)
     try:
         partial.mkdir()
@@ -123,16 +106,16 @@ def keep(graph: Any, folder: Path) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _in_use.add(folder)
-    shrink(folders(), set(_in_use), MOST)
+    GRAPHS.shrink(set(_in_use), MOST)
 
 
 def log_sizes() -> None:
     """Log where the graphs that this process uses are kept, and how large they are once compiled."""
     if not logger.isEnabledFor(logging.INFO):  # all files are looked at for it
         return
-    root = root_folder()
+    root = GRAPHS.root()
     if mine := [one for one in tuple(_in_use) if one.parent == root]:
-        sizes = [sum(map(folder_size, some)) / 1e6 for some in (mine, folders())]
+        sizes = [sum(map(folder_size, some)) / 1e6 for some in (mine, GRAPHS.whole())]
         logger.info("compiled graphs are in %s: %.1f MB of this process, %.1f MB in all", root, *sizes)
 
 

@@ -23,7 +23,7 @@ from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.kept_folders import is_enabled
 from eagle_fsd.files.provenance import cores
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, root_folder
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, GRAPHS
 from eagle_fsd.runtime.openvino.variants import read_first
 
 MOST = 12  # graphs of a note
@@ -58,7 +58,7 @@ class HeadStart:
             return
         with contextlib.suppress(OSError, RuntimeError):  # there is no home folder
             name = hashlib.sha256(json.dumps(arguments, default=str).encode()).hexdigest()[:24]
-            self._note = root_folder() / f"start-{name}.json"
+            self._note = GRAPHS.root() / f"start-{name}.json"
             known = read_note(self._note)
             self._ahead = {one: Future() for one in known}
             waiting = iter(list(self._ahead.items()))
@@ -115,7 +115,7 @@ class HeadStart:
 
 def compile_kept(one: Compiling) -> Any:
     """Compile a graph that is kept on disk. Raises RuntimeError if it is not there."""
-    folder = root_folder() / one.folder
+    folder = GRAPHS.root() / one.folder
     model = library.core().read_model(folder / GRAPH)
     if shapes_of(model) != one.shapes:
         shapes = (library.openvino().PartialShape(shape) for shape in one.shapes)
@@ -125,7 +125,7 @@ def compile_kept(one: Compiling) -> Any:
 
 def is_usual(one: Compiling) -> bool:
     """Return whether a graph has open sizes, or those that are expected first: not those of a measurement."""
-    sizes = read_first(root_folder() / one.folder)
+    sizes = read_first(GRAPHS.root() / one.folder)
     expected = () if sizes is None else (f"[{','.join(map(str, sizes))},",)
     return one.shapes[0].startswith(("[?", *expected))
 

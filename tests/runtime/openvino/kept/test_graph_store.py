@@ -17,7 +17,7 @@ from eagle_fsd.files.kept_folders import OFF, folder_size
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.backend import OpenVINO, product_model
 from eagle_fsd.runtime.openvino.kept import graph_store
-from eagle_fsd.runtime.openvino.kept.graph_store import clear, digest, find_or_make, folders
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, digest, find_or_make
 from eagle_fsd.target.model import TargetModel
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
@@ -56,7 +56,7 @@ def test_a_graph_is_made_once_and_then_read(cache: Path) -> None:
     graph, found = again.find()
     assert (first.calls, again.calls, found) == (1, 0, folder)
     again.check(graph, folder)
-    assert folders() == [folder]
+    assert GRAPHS.whole() == [folder]
     assert not [path for path in (cache / "graphs").iterdir() if path.name.startswith(".")]
 
 
@@ -97,7 +97,7 @@ def test_the_environment_turns_it_off(cache: Path, monkeypatch: pytest.MonkeyPat
     assert (maker.calls, folder) == (1, None)  # nothing is read
     maker.check(graph, folder)
     Maker(seed=1).find()
-    assert len(folders()) == 1  # and nothing is kept
+    assert len(GRAPHS.whole()) == 1  # and nothing is kept
 
 
 @pytest.mark.parametrize("value", ["", "0"])
@@ -117,7 +117,7 @@ def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(graph_store, "_in_use", set())  # another process begins
     monkeypatch.setattr(graph_store, "MOST", int(3.5 * folder_size(kept[0])))
     newest = makers[3].find()[1]
-    assert folders() == [kept[2], kept[0], newest]
+    assert GRAPHS.whole() == [kept[2], kept[0], newest]
 
 
 def test_the_graphs_of_a_process_do_not_push_each_other_out(
@@ -131,12 +131,12 @@ def test_the_graphs_of_a_process_do_not_push_each_other_out(
     second = Maker(seed=1)
     with caplog.at_level("INFO", "eagle_fsd"):
         graph, folder = second.find()
-    assert folder is None and folders() == [first]
+    assert folder is None and GRAPHS.whole() == [first]
     assert "is not kept: 0.0 GB are more than the limit of 0.0 GB" in caplog.text
     second.check(graph, None)
     monkeypatch.setattr(graph_store, "_in_use", set())  # in another process it takes the first one's place
     kept = second.find()[1]
-    assert kept is not None and folders() == [kept]
+    assert kept is not None and GRAPHS.whole() == [kept]
 
 
 def test_what_killed_processes_left_is_deleted(cache: Path) -> None:
@@ -157,7 +157,7 @@ def test_an_unusable_folder_is_no_error(cache: Path) -> None:
         graph, folder = maker.find()
         assert (maker.calls, folder) == (1, None)
         maker.check(graph, folder)
-    assert folders() == []
+    assert GRAPHS.whole() == []
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="this user may write everywhere")
@@ -261,10 +261,10 @@ def test_a_folder_that_goes_while_a_graph_is_compiled_is_no_error() -> None:
 def test_clear_deletes_everything(cache: Path) -> None:
     Maker().find()
     Maker(seed=1).find()
-    assert len(folders()) == 2
-    clear()
-    assert folders() == [] and not (cache / "graphs").exists()
-    clear()  # nothing is there, which is no error
+    assert len(GRAPHS.whole()) == 2
+    GRAPHS.clear()
+    assert GRAPHS.whole() == [] and not (cache / "graphs").exists()
+    GRAPHS.clear()  # nothing is there, which is no error
     maker = Maker()
     assert maker.find()[1] is not None and maker.calls == 1
 
