@@ -70,11 +70,11 @@ def read_eagle3_head(
     taps: Sequence[int] | None = None,
     norm_output: bool | None = None,
 ) -> Eagle3Head:
-    """Read the head in `path`, which is_eagle3, with the config.json beside it, for a target of these sizes.
+    """Read the EAGLE-3 head in `path`, with the config.json beside it, for a target of these sizes.
 
-    taps, norm_output: how to read the config where it can be read in two ways; None leaves that open. The
-    head has the likeliest reading, and all of them in `readings`. Returns it in eval mode, on the CPU, in the
-    dtypes of its file.
+    is_eagle3 has checked its kind. taps, norm_output: how to read the config where it can be read in two
+    ways; None leaves that open. The head has the likeliest reading, and all of them in `readings`. Returns it
+    in eval mode, on the CPU, in the dtypes of its file.
     """
     data = read_config(path.parent, "draft head")
     tensors = canonical_keys(read_tensors(path), name)

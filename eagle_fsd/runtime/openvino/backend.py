@@ -24,7 +24,6 @@ from eagle_fsd.runtime.openvino.weight_formats import (
     FEW_BITS,
     FORMATS,
     INT8,
-    OWN_BLOCKS,
     PACKED,
     Blocks,
     Encoder,
@@ -40,9 +39,10 @@ DRAFT = ("head", "head_fc", "draft_lm_head")  # the names of networks that only 
 
 @dataclass
 class OpenVINO:
-    """Compiles networks for the CPU. weight_format: one of FORMATS. packed: finds a file's own blocks.
+    """Compiles networks for the CPU. weight_format: one of FORMATS.
 
-    threads: of its own; as many as torch has by default.
+    packed: finds a file's own blocks, with a format of OWN_BLOCKS. threads: of its own; as many as torch has
+    by default.
     """
 
     weight_format: str
@@ -109,8 +109,7 @@ class OpenVINO:
         """
         if self.weight_format == INT8:
             return round_to_int8(weight)
-        keeps_blocks = self.packed is not None and self.weight_format in OWN_BLOCKS
-        own = self.packed(weight) if keeps_blocks else None
+        own = None if self.packed is None else self.packed(weight)
         return round_to_int8(weight) if own is None and draft and self.weight_format == PACKED else own
 
     def _graph(
