@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,23 @@ def test_what_is_kept_can_be_cleared(
     assert len(WEIGHTS.whole()) == weights and ("model.gguf" in text) == bool(weights)
     assert (recall("a", int) is not None) == bool(measurements) == ("trees.json" in text)
     assert shown(capsys, "--clear") == f"{kept}: nothing is kept\n" == shown(capsys)
+
+
+def test_a_folder_that_vanishes_while_all_are_listed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    folders = [WEIGHTS.root() / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / WEIGHTS.mark).write_text("{}")
+    is_file = Path.is_file
+
+    def look(path: Path) -> bool:
+        found = is_file(path)
+        if path.parent == folders[1]:
+            shutil.rmtree(path.parent)  # by another process
+        return found
+
+    monkeypatch.setattr(Path, "is_file", look)
+    assert set(WEIGHTS.whole()) == {folders[0], folders[2]}

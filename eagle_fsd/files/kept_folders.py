@@ -41,12 +41,13 @@ class KeptFolders:
 
         Hidden ones are being written or deleted, with or without their mark.
         """
-        try:
-            folders = [path for path in self.root().iterdir() if not path.name.startswith(".")]
-            found = [path for path in folders if (path / self.mark).is_file()]
-            return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-        except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
-            return []
+        used = {}
+        with contextlib.suppress(OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
+            for path in self.root().iterdir():
+                with contextlib.suppress(OSError):  # it has just been deleted
+                    if not path.name.startswith(".") and (path / self.mark).is_file():
+                        used[path] = path.stat().st_mtime_ns
+        return sorted(used, key=used.__getitem__)
 
     def shrink(self, spared: Collection[Path], most: int) -> None:
         """Delete the least recently used folders until all take at most `most` bytes, but for the spared."""

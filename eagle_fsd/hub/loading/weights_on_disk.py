@@ -54,17 +54,15 @@ def place_for(
 ) -> contextlib.AbstractContextManager[None]:
     """Return `on_disk` of a new file for bytes that would fill much of the memory, if the disk has room."""
     memory = machine_memory()
-    if not may_write or memory is None or size <= memory // SHARE:
-        return contextlib.nullcontext()
-    try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        if size <= shutil.disk_usage(folder).free:
-            return on_disk(DiskArrays(folder))
-        return contextlib.nullcontext()
-    except (OSError, RuntimeError) as error:  # nobody may write there, or there is no home folder
-        logger.info("weights of %s are made in memory: %s", format_gigabytes(size), error)
-        return contextlib.nullcontext()
+    if may_write and memory is not None and size > memory // SHARE:
+        try:
+            folder = cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            if size <= shutil.disk_usage(folder).free:
+                return on_disk(DiskArrays(folder))
+        except (OSError, RuntimeError) as error:  # nobody may write there, or there is no home folder
+            logger.info("weights of %s are made in memory: %s", format_gigabytes(size), error)
+    return contextlib.nullcontext()
 
 
 class DiskArrays:
