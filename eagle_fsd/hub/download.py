@@ -74,8 +74,8 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
     return folder
 
 
-def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Path]:
-    """Download a head, with its calibration if it has one, and return its folder and weights file.
+def download_head(repo: str, revision: str | None, name: str) -> Path:
+    """Download a head, with its calibration if it has one, and return its weights file.
 
     A head of another kind is refused before its weights are fetched.
     """
@@ -96,7 +96,7 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
         snapshot(repo, folder.name, [CONFIG_NAME, CALIBRATION], "draft head")
     except ValueError as error:  # the head drafts without it, and may have been cached before it was fetched
         logger.warning("no %s: %s", CALIBRATION, error)
-    return folder, found
+    return found
 
 
 def download_config(repo: str, revision: str | None, beside: list[str], kind: str, name: str) -> Path:

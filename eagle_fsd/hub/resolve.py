@@ -49,11 +49,15 @@ class TargetSource:
 
 @dataclass(frozen=True)
 class HeadSource:
-    """A draft head on disk: `name` as the user gave it, its folder with config.json, and its weights file."""
+    """A draft head on disk: `name` as the user gave it, and its weights file."""
 
     name: str
-    folder: Path
     file: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the weights file, with the config.json."""
+        return self.file.parent
 
 
 def resolve_target(
@@ -149,17 +153,17 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
     """
     if ea_model is None:
         folder = shipped_head(base_model)
-        return HeadSource(str(folder), folder, find_head_file(folder, str(folder)))
+        return HeadSource(str(folder), find_head_file(folder, str(folder)))
     path = local_path(ea_model, "draft head")
     if ea_model and path.is_dir():
         refuse_run(path, ea_model)
-        return HeadSource(ea_model, path, find_head_file(path, ea_model))
+        return HeadSource(ea_model, find_head_file(path, ea_model))
     if path.is_file() or path.suffix in (".safetensors", *BIN_SUFFIXES):
-        return HeadSource(ea_model, path.parent, path)
+        return HeadSource(ea_model, path)
     if ea_model == DEFAULT_TARGET:
         return resolve_head(None, DEFAULT_TARGET)
     repo, revision = split_hub_id(ea_model, "draft head", "a folder, a .safetensors or a .bin file")
-    return HeadSource(ea_model, *download_head(repo, revision, ea_model))
+    return HeadSource(ea_model, download_head(repo, revision, ea_model))
 
 
 def refuse_run(folder: Path, name: str) -> None:
@@ -171,10 +175,10 @@ def refuse_run(folder: Path, name: str) -> None:
         )
 
 
-def is_shipped_head(folder: Path | None) -> bool:
+def is_shipped_head(folder: Path) -> bool:
     """Return whether a head's folder is that of a head that ships with the package."""
     places = [place for name in set(SHIPPED_HEADS.values()) for place in shipped_places(name)]
-    return folder is not None and any(place.is_dir() and place.samefile(folder) for place in places)
+    return any(place.is_dir() and place.samefile(folder) for place in places)
 
 
 def shipped_places(name: str) -> list[Path]:

@@ -479,7 +479,7 @@ def test_shipped_heads_of_known_targets(
         "smollm2-135m-instruct-q8_0.gguf",
     ):
         source = hub.resolve_head(None, name)
-        assert source == hub.HeadSource(str(weights), weights, weights / "model.safetensors")
+        assert source == hub.HeadSource(str(weights), weights / "model.safetensors")
         assert is_shipped_head(source.folder)
     monkeypatch.chdir(tmp_path)
     assert hub.resolve_head("smollm2-135m", "owner/other") == source
@@ -488,7 +488,7 @@ def test_shipped_heads_of_known_targets(
     head_checkpoint.save_head(DraftHead(HEAD_CONFIG), tmp_path / "other")
     (tmp_path / "link").symlink_to(weights)
     assert is_shipped_head(tmp_path / "link")  # the same folder by another name
-    assert not is_shipped_head(tmp_path / "other") and not is_shipped_head(None)
+    assert not is_shipped_head(tmp_path / "other")
     larger = tmp_path / "SmolLM2-360M-Instruct.gguf"
     larger.write_bytes(b"GGUF")
     for name in ("owner/other", str(larger), "HuggingFaceTB/SmolLM2-135M"):
