@@ -43,17 +43,14 @@ def describe_storage() -> list[str]:
         if (file := cache_file(name)).is_file():
             records = read_records(file)
             found.append(f"  {name}: {len(records)} measurements, {file.stat().st_size / 1e6:.1f} MB")
-    for folder in reversed(WEIGHTS.whole()):
-        record = read_records(folder / RECORD)
-        used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
-        size = folder_size(folder) / 1e6
-        dtype = str(record.get("dtype")).removeprefix("torch.")
-        name = f"{WEIGHTS.name}/{folder.name}"
-        found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
-    for folder in reversed(GRAPHS.whole()):
-        used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
-        size = folder_size(folder) / 1e6
-        found.append(f"  {GRAPHS.name}/{folder.name}: {size:.0f} MB, used {used}")
+    for kept in (WEIGHTS, GRAPHS):
+        for folder in reversed(kept.whole()):
+            record = read_records(folder / RECORD)  # graphs have none
+            dtype = str(record.get("dtype")).removeprefix("torch.")
+            what = f"{record.get('gguf')} in {dtype}, " if kept == WEIGHTS else ""
+            used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
+            size = folder_size(folder) / 1e6
+            found.append(f"  {kept.name}/{folder.name}: {what}{size:.0f} MB, used {used}")
     return found if len(found) > 1 else [f"{found[0]}: nothing is kept"]
 
 
