@@ -68,6 +68,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cores_of_their_own() -> Iterator[None]:
+    """No thread waits for a core: that tests run beside each other makes no machine busy."""
+    from eagle_fsd.runtime import timing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "thread_times", dict)
+        yield
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of one test's own, which keeps what it is given."""

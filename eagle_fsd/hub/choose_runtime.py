@@ -19,7 +19,7 @@ from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FEW_BITS, FLOAT32, FORMATS, OWN_BLOCKS, PACKED
-from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
+from eagle_fsd.runtime.timing import BUSY, Call, CoreWait, disagreement, time_in_turn
 from eagle_fsd.target.graph_decoder import CONVERTER
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -144,13 +144,13 @@ def settle(
     if known == OPENVINO:
         return graphs
     plain = torch_target()
-    seconds, spread = time_forwards({TORCH: plain, OPENVINO: graphs})
+    seconds, slowed = time_forwards({TORCH: plain, OPENVINO: graphs})
     found = min(seconds, key=seconds.__getitem__)
     logger.info(
         "runtime %s: torch takes %.1f ms for a small tree, OpenVINO %.1f",
         *(found, 1e3 * seconds[TORCH], 1e3 * seconds[OPENVINO]),
     )
-    if spread <= BUSY:
+    if slowed <= BUSY:
         remember(key, found, BACKENDS_FILE)
     return plain if found == TORCH else graphs
 
@@ -166,7 +166,10 @@ def may_pass(error: BaseException | None) -> bool:
 
 @torch.inference_mode()
 def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], float]:
-    """Return the seconds of each target's forwards over NODES, and the repeats' median disagreement."""
+    """Return the seconds of each target's forwards over NODES, and how much other work slowed them down.
+
+    That is the repeats' median disagreement, or how long threads waited for a core.
+    """
     calls = {}
     for name, target in targets.items():
         session = TargetSession(target, 1, CONTEXT + max(NODES))
@@ -178,8 +181,9 @@ def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], fl
             # In a session all trees have one size, so the change of sizes between two calls is not timed.
             verify = functools.partial(session.verify, tree)
             calls[name, nodes] = Call(verify, verify)
-    repeats = time_in_turn(calls, torch.device("cpu"))
+    waiting = CoreWait()
+    repeats = time_in_turn(calls, torch.device("cpu"), waiting=waiting)
     seconds = {
         name: sum(statistics.median(repeats[name, nodes]) for nodes in NODES) / len(NODES) for name in targets
     }
-    return seconds, statistics.median(map(disagreement, repeats.values()))
+    return seconds, max(statistics.median(map(disagreement, repeats.values())), waiting.share)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eagle_fsd.core.devices import multiplies_bfloat16
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
-from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
+from eagle_fsd.runtime.timing import BUSY, Call, CoreWait, disagreement, time_in_turn
 
 ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
@@ -89,7 +89,7 @@ def backend_for(weight: Tensor, preferred: MatmulBackend = ONEDNN) -> MatmulBack
 def find_fastest_backend(module: nn.Module) -> MatmulBackend | None:
     """Return the fastest backend, measured once for layers of these shapes on this machine, then remembered.
 
-    It is not remembered if the repeats disagree, as they do on a busy machine.
+    It is not remembered on a busy machine, where repeats disagree or threads wait for a core.
     """
     if not (sample := sample_weights(module)):
         return measure_fastest_backend(module)[0]
@@ -99,8 +99,10 @@ def find_fastest_backend(module: nn.Module) -> MatmulBackend | None:
     by_name = {backend.name: backend for backend in BACKENDS} | {STOCK: None}
     if (name := recall(key, str, BACKENDS_FILE)) in by_name:
         return by_name[name]
-    found, spread = measure_fastest_backend(module)
-    if spread <= BUSY:
+    waiting = CoreWait()
+    with waiting.counted():
+        found, spread = measure_fastest_backend(module)
+    if max(spread, waiting.share) <= BUSY:
         remember(key, found.name if found else STOCK, BACKENDS_FILE)
     return found
 

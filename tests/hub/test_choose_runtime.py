@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_model
 
 from eagle_fsd.hub import choose_runtime
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, USUAL, Plan, plan_runtime
+from eagle_fsd.runtime import timing
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.target.model import TargetModel
 
@@ -170,6 +172,22 @@ def test_only_what_stays_so_is_remembered(
     target: Any = object()
     assert choose_runtime.settle(plan(), [(2**13, 2**13)], lambda: target, cannot) is target
     assert noted == ([] if reason else [TORCH])
+
+
+@pytest.mark.parametrize("waited", [0, 50])
+def test_a_machine_whose_cores_are_taken_is_measured_at_the_next_start(
+    waited: int, monkeypatch: pytest.MonkeyPatch, installed: None
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(library, "version", lambda: "2026.4")
+    monkeypatch.setattr(choose_runtime, "recall", lambda *_: None)
+    monkeypatch.setattr(choose_runtime, "remember", lambda _key, value, _file: noted.append(value))
+    monkeypatch.setattr(choose_runtime, "disagreement", lambda _: 0.0)
+    told = iter([{"1": (100, 0)}, {"1": (200, waited)}])
+    monkeypatch.setattr(timing, "thread_times", lambda: next(told))
+    target = TargetModel(tiny_model())
+    assert choose_runtime.settle(plan(), [(2**13, 2**13)], lambda: target, lambda: target) is target
+    assert len(noted) == (0 if waited else 1)
 
 
 def test_openvino_is_found_without_importing_it() -> None:

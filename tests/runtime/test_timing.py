@@ -26,18 +26,13 @@ from eagle_fsd.runtime.timing import (
     Call,
     disagreement,
     median_seconds,
+    thread_times,
     time_in_turn,
 )
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of tests that run beside each other wait for cores."""
-    monkeypatch.setattr(timing, "thread_times", dict)
 
 
 # --- threads that wait for a core ---
@@ -64,13 +59,12 @@ def test_only_repeats_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system tells no waiting times")
-def test_this_thread_is_seen_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_this_thread_is_seen_to_run() -> None:
     thread = str(threading.get_native_id())
-    before, end = timing.thread_times()[thread], time.thread_time() + 0.05
+    before, end = thread_times()[thread], time.thread_time() + 0.05
     while time.thread_time() < end:
         pass
-    ran, waited = (now - then for now, then in zip(timing.thread_times()[thread], before, strict=True))
+    ran, waited = (now - then for now, then in zip(thread_times()[thread], before, strict=True))
     assert ran > 0.03e9 and waited >= 0
 
 
