@@ -34,24 +34,6 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     return {"name": name, "weights": digest_weights(weights), "dtype": dtype_name(model)}
 
 
-def respelled(known: Any, wanted: Mapping[str, Any]) -> Any:
-    """Return a stored target's identity with its name as `wanted` has it, where both name the same files.
-
-    A folder is named with or without a slash at its end, from its root or from here.
-    """
-    if isinstance(known, Mapping) and same_files(known.get("name"), wanted.get("name")):
-        return {**known, "name": wanted["name"]}
-    return known
-
-
-def same_files(one: Any, other: Any) -> bool:
-    """Return whether two names are those of the same file or folder, which is here."""
-    try:
-        return Path(one).expanduser().samefile(Path(other).expanduser())
-    except (OSError, RuntimeError, TypeError, ValueError):  # no path, no such home, nothing there
-        return False
-
-
 def dtype_name(module: nn.Module) -> str:
     """Return the name of the dtype of a module's first weight."""
     return str(next(module.parameters()).dtype).removeprefix("torch.")
@@ -122,12 +104,24 @@ def sample_values(tensor: Tensor, count: int) -> Tensor:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str:
-    """Describe how two records differ, for an error: `name was A, now B`; nested names are dotted paths."""
+    """Describe how two records differ, for an error: `name was A, now B`; nested names are dotted paths.
+
+    Two names of one file are the same: a folder has a slash at its end or none, and is named from its root
+    or from here.
+    """
     parts = []
     for name in sorted(found.keys() | wanted.keys()):
         old, new = found.get(name), wanted.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             parts.append(differences(old, new, f"{prefix}{name}."))
-        elif old != new:
+        elif old != new and not same_files(old, new):
             parts.append(f"{prefix}{name} was {old}, now {new}")
     return ", ".join(filter(None, parts))
+
+
+def same_files(one: Any, other: Any) -> bool:
+    """Return whether two names are those of the same file or folder, which is here."""
+    try:
+        return Path(one).expanduser().samefile(Path(other).expanduser())
+    except (OSError, RuntimeError, TypeError, ValueError):  # no path, no such home, nothing there
+        return False

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import read_records, write_atomically
-from eagle_fsd.files.fingerprints import differences, digest_json, respelled
+from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl, write_rows
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
@@ -236,7 +236,6 @@ class RowFile:
             changed = f"{self.settings.name} holds nothing"
             if known:
                 known.setdefault(TEMPLATE, identity.get(TEMPLATE))  # earlier releases did not note it
-                known["target"] = respelled(known.get("target"), identity.get("target") or {})
                 changed = differences({name: known[name] for name in known if name != LEFT_OUT}, identity)
         if changed:
             raise ValueError(

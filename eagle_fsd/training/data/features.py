@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.fingerprints import differences, digest_json, respelled
+from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.target.taps import TappedDecoder, plain_tapped_decoder
 from eagle_fsd.training.data.examples import Example, batches_by_length
 from eagle_fsd.training.data.shards import (
@@ -176,11 +176,10 @@ def require_own_folder(
     orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
     if (folder / MANIFEST).is_file():
         known = read_manifest(folder)
-        known["target"] = respelled(known.get("target"), target)
         if changed := differences(known, manifest):
             raise ValueError(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
-                f"remove the folder or name another{dtype_remedy(known['target'], target)}"
+                f"remove the folder or name another{dtype_remedy(known.get('target'), target)}"
                 f"{taps_remedy(folder, known, manifest)}"
             )
     elif orphans:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import atomic_path
-from eagle_fsd.files.fingerprints import differences, respelled
+from eagle_fsd.files.fingerprints import differences
 
 MANIFEST = "manifest.json"
 
@@ -119,7 +119,7 @@ def dtype_remedy(known: Any, wanted: Mapping[str, str]) -> str:
 
 def taps_remedy(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return what else helps where two manifests of a folder differ in nothing but the taps."""
-    if {**known, "taps": None} != {**wanted, "taps": None}:
+    if differences({**known, "taps": None}, {**wanted, "taps": None}):
         return ""
     held = known.get("taps")
     if held and not wanted.get("taps"):
@@ -135,10 +135,9 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
         remedy = f"name {str(inside[0].parent)!r}, inside it" if inside else "run the extraction first"
         raise ValueError(f"no feature shards in {str(folder)!r}; {remedy}")
     manifest = read_manifest(folder)
-    made = respelled(manifest.get("target"), target)
-    known = (
-        {name: value for name, value in made.items() if name in target} if isinstance(made, dict) else made
-    )
+    known = manifest.get("target")
+    if isinstance(known, dict):
+        known = {name: value for name, value in known.items() if name in target}
     if changed := differences({"target": known}, {"target": target}):
         raise ValueError(
             f"features in {folder} belong to another target ({changed}); extract them with this one"
