@@ -59,6 +59,16 @@ def report(
     return 0
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
+    )
+
+
+def add_head(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
+
+
 def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:
     """Add an option that takes any number of paths and may be repeated for more."""
     parser.add_argument(name, type=Path, nargs="*", action="extend", default=[], help=text)
@@ -66,9 +76,7 @@ def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the target and of the text that a head is trained on."""
-    parser.add_argument(
-        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
-    )
+    add_target(parser)
     add_paths(parser, "--data", "JSONL files that teach their answers")
     add_paths(parser, "--text", "JSONL files that teach at every position (text the target did not write)")
     parser.add_argument(

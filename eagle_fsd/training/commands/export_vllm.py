@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.evaluation.cli import say
+from eagle_fsd.evaluation.cli import plain_parser, say
 from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.head_checkpoint import (
@@ -29,7 +29,7 @@ from eagle_fsd.hub.head_checkpoint import (
     save_head,
     stored_dtype,
 )
-from eagle_fsd.training.cli import run_command
+from eagle_fsd.training.cli import add_head, add_target, run_command
 
 if TYPE_CHECKING:
     import transformers
@@ -41,13 +41,9 @@ TARGET, HEAD = "target", "head"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
-    parser.add_argument(
-        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
-    )
+    parser = plain_parser(__doc__)
+    add_head(parser)
+    add_target(parser)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

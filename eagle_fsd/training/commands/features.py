@@ -22,6 +22,7 @@ from accelerate import PartialState
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.evaluation.cli import plain_parser
 from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.runtime.packed_linear import pack_linears
@@ -43,9 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     add_text_arguments(parser)
     add_compute_arguments(parser)
     add_eagle3(parser, "store what EAGLE-3 heads read too, the taps")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.evaluation.cli import say
+from eagle_fsd.evaluation.cli import plain_parser, say
 from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
@@ -25,7 +25,9 @@ from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import require_held_out, split_held_out
 from eagle_fsd.training.cli import (
     add_extract_dtype,
+    add_head,
     add_shards,
+    add_target,
     check_shards,
     run_command,
     settle_dtypes,
@@ -38,13 +40,9 @@ from eagle_fsd.training.run.exports import FOLDED_FROM
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
-    parser.add_argument(
-        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
-    )
+    parser = plain_parser(__doc__)
+    add_head(parser)
+    add_target(parser)
     add_shards(parser)
     add_extract_dtype(parser, "the dtype that the shards were extracted in")
     parser.set_defaults(cpu=True)  # where the head and the shards are

@@ -33,6 +33,7 @@ from eagle_fsd.drafting.eagle3.export import LAYOUTS
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.evaluation.cli import plain_parser
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
 from eagle_fsd.hub.head_digest import TRAINED_FOR, target_digest
@@ -86,9 +87,7 @@ PATIENCE = timedelta(hours=6)  # processes wait for each other's shards and for 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     add_text_arguments(parser)
     add = parser.add_argument
     add_compute_arguments(parser)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.acceptance.calibration import FILE
-from eagle_fsd.evaluation.cli import say
+from eagle_fsd.evaluation.cli import plain_parser, say
 from eagle_fsd.evaluation.commands.tau import summed_up, table
 from eagle_fsd.files.places import require_room
 from eagle_fsd.hub.head_checkpoint import read_config
@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--head", type=Path, required=True, help="folder that `train head --export` wrote")
     parser.add_argument("--run", type=Path, required=True, help="the --output of `train head`")
     parser.add_argument("--tau", type=Path, required=True, help="rows of `eagle-fsd eval tau`")

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import hub
-from eagle_fsd.evaluation.cli import say
+from eagle_fsd.evaluation.cli import plain_parser, say
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.hub.target_loader import TargetText
 from eagle_fsd.training.cli import (
+    add_head,
     add_shards,
     add_text_arguments,
     add_text_tokens,
@@ -45,10 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
+    parser = plain_parser(__doc__)
+    add_head(parser)
     add_text_arguments(parser)
     add_shards(parser)
     parser.add_argument(

@@ -22,6 +22,7 @@ from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import resolve_device
+from eagle_fsd.evaluation.cli import plain_parser
 from eagle_fsd.files.atomic import sole, write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.files.places import require_file
@@ -32,7 +33,7 @@ from eagle_fsd.runtime.cuda_graphs import usual_stepper
 from eagle_fsd.runtime.openvino.weight_formats import FORMATS
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.training.cli import add_paths, run_command
+from eagle_fsd.training.cli import add_paths, add_target, run_command
 from eagle_fsd.training.data.conversations import (
     Plan,
     answer_prompts,
@@ -44,12 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--base-model", default=hub.DEFAULT_TARGET, help="target: Hub id, folder or .gguf file"
-    )
+    parser = plain_parser(__doc__)
+    add_target(parser)
     add_paths(parser, "--prompts", "JSONL files, or text files of one prompt")
     parser.add_argument(
         "--dataset", help="a data set of the Hub, or a folder of one (needs the package datasets)"

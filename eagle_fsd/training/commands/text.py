@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from eagle_fsd.core.checks import format_value, require_integer
+from eagle_fsd.evaluation.cli import plain_parser
 from eagle_fsd.files.jsonl import read_jsonl, write_rows
 from eagle_fsd.files.places import require_file
 from eagle_fsd.training.cli import add_paths, run_command
@@ -103,9 +104,7 @@ def sample(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--functions", type=int, default=0, help="how many standard library functions")
     parser.add_argument("--gsm8k", type=Path, help="gsm8k_train.jsonl")
     parser.add_argument("--gsm8k-rows", type=int, default=0)
