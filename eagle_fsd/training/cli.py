@@ -18,7 +18,7 @@ from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resol
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.runtime.ranks import rank_by_environment
 from eagle_fsd.training.data.examples import Example, check_rows, load_examples, require_cut
-from eagle_fsd.training.data.shards import finished_shards, shard_counts
+from eagle_fsd.training.data.shards import shard_counts
 
 LONGEST = 512  # tokens of a row, unless --max-length says otherwise
 TEXT_TOKENS = 256  # a text of some thousand tokens has fewer that a list lacks
@@ -177,14 +177,8 @@ def check_text(args: argparse.Namespace) -> list[int] | None:
             )
         if not path.is_fifo():  # which can be read once
             counts.append(check_rows(path, args.rows))
-    check_shards(folders or ())
-    return [*counts, *shard_counts(folders or ())] if len(counts) == len(files) else None
-
-
-def check_shards(folders: Sequence[Path]) -> None:
-    """Raise ValueError for folders whose shards are missing, whatever target they are of."""
-    for folder in folders:
-        finished_shards(folder, {})
+    stored = shard_counts(folders or ())
+    return [*counts, *stored] if len(counts) == len(files) else None
 
 
 def read_examples(

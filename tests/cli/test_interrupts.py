@@ -49,7 +49,7 @@ AT_WORK = {
     "train/evaluate_head": (f"{TRAIN}.evaluate:observe", f"{PROMPTS} {OUT}"),
     "train/export_vllm": (f"{TRAIN}.export_vllm:read_plain_head", f"{OUT} --ea-model {{0}}/head"),
     "train/extract_features": ("eagle_fsd.hub:resolve_target", f"--data {{0}}/prompts_one.jsonl {OUT}"),
-    "train/fold_bias": (f"{TRAIN}.fold_bias:check_shards", f"--shards {{0}} {OUT}"),
+    "train/fold_bias": (f"{TRAIN}.fold_bias:shard_counts", f"--shards {{0}} {OUT}"),
     "train/make_text": (f"{TRAIN}.text:functions", f"--functions 1 {ROWS}"),
     "train/publish": (
         f"{TRAIN}.publish:read_tau",

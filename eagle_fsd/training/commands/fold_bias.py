@@ -28,7 +28,6 @@ from eagle_fsd.training.cli import (
     add_head,
     add_shards,
     add_target,
-    check_shards,
     run_command,
     settle_dtypes,
 )
@@ -68,7 +67,6 @@ def run(args: argparse.Namespace) -> None:
     require_integer("steps", args.steps, 2, "change --steps")
     if not args.shards:
         raise ValueError("no features: give --shards, folders of `eagle-fsd train features`")
-    check_shards(args.shards)
     counts = shard_counts(args.shards)
     require_held_out(sum(counts), args.held_out, counts[0])
     require_new_folder("--output", args.output)
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
             f"draft head {found.name!r} has no fc.bias: there is nothing to fold; use it as it is"
         )
     data = StoredFeatures(args.shards, target_identity(source.name, model))
-    rest, held = split_held_out(len(data.tokens), args.held_out, 0, data.counts[0])
+    rest, held = split_held_out(len(data.tokens), args.held_out, 0, counts[0])
     embedding, readout = model.get_input_embeddings().weight.detach(), Readout.from_target(target)
     sequences = (one for number in rest for one in data.read([number]))
     folded = fold_bias(head, *input_moments(head, sequences, embedding, args.steps))

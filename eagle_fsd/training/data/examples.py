@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,6 @@ class Example:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.learn)
-
-
-@dataclass
-class Skipped:
-    """The numbers of rows that were left out, by reason."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def add(self, reason: str) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + 1
 
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
@@ -215,46 +206,47 @@ def encode_plain(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
 
 def load_examples(
     path: str | Path, tokenizer: Any, max_length: int, learn_all: bool = False, limit: int | None = None
-) -> tuple[list[Example], Skipped]:
+) -> tuple[list[Example], dict[str, int]]:
     """Read a JSONL file into examples, cut to `max_length` tokens.
 
-    Rows with nothing to learn are skipped and counted by reason.
+    Rows with nothing to learn are skipped. Returns how many were, by reason, beside the examples.
     """
     require_cut(max_length, limit)
     examples: list[Example] = []
-    skipped, shortened = Skipped(), 0
+    skipped: Counter[str] = Counter()
+    shortened = 0
     for number, row in read_jsonl(Path(path)):
         if limit is not None and len(examples) >= limit:
             break
         try:
             turns = turns_of(row, f"{path}:{number}")
         except NoSingleText as why:
-            skipped.add(str(why))
+            skipped[str(why)] += 1
             continue
         if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
-            skipped.add("empty answer")
+            skipped["empty answer"] += 1
             continue
         if turns[0]["role"] == "assistant":  # ShareGPT's rows that are the later part of a conversation
-            skipped.add("answer before any question")
+            skipped["answer before any question"] += 1
             continue
         try:
             example = encode_turns(turns, tokenizer, learn_all)
         except NoSingleText as why:
-            skipped.add(str(why))
+            skipped[str(why)] += 1
             continue
         example = Example(example.tokens[:max_length], example.learn[:max_length])
         if not any(example.learn[1:]):
-            skipped.add("nothing to learn within max_length")
+            skipped["nothing to learn within max_length"] += 1
             continue
         examples.append(example)
         shortened += len(turns) < len(find_turns(row))
-    if skipped.counts:
-        logger.warning("%s: skipped rows: %s", path, skipped.counts)
+    if skipped:
+        logger.warning("%s: skipped rows: %s", path, dict(skipped))
     if shortened:
         logger.warning("%s: chats used up to %s: %d", path, NO_TEXT, shortened)
     if not examples:
         raise no_usable_row(path, skipped)
-    return examples, skipped
+    return examples, dict(skipped)
 
 
 def check_rows(path: Path, limit: int | None = None) -> int:
@@ -262,12 +254,13 @@ def check_rows(path: Path, limit: int | None = None) -> int:
 
     Raises ValueError for a file that cannot be read or has no such row, and for a row of no known kind.
     """
-    usable, skipped = 0, Skipped()
+    usable = 0
+    skipped: Counter[str] = Counter()
     for number, row in read_jsonl(path):
         try:
             turns_of(row, f"{path}:{number}")
         except NoSingleText as why:
-            skipped.add(str(why))
+            skipped[str(why)] += 1
             continue
         usable += 1
         if usable == limit:  # no further row is surely read
@@ -277,10 +270,9 @@ def check_rows(path: Path, limit: int | None = None) -> int:
     return usable
 
 
-def no_usable_row(path: str | Path, skipped: Skipped) -> ValueError:
-    return ValueError(
-        f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
-    )
+def no_usable_row(path: str | Path, skipped: Mapping[str, int]) -> ValueError:
+    reasons = dict(skipped) or "the file is empty"
+    return ValueError(f"{path}: no usable row ({reasons}); give a file with answers")
 
 
 def require_cut(max_length: int, limit: int | None) -> None:

@@ -83,12 +83,9 @@ class StoredFeatures:
         self.tokens: list[Tensor] = []
         self.learn: list[Tensor] = []
         self.places: list[tuple[Path, int, int]] = []  # shard, first token, token after the last
-        self.counts: list[int] = []  # sequences of each folder
         for folder in folders:
-            before = len(self.places)
             for path in finished_shards(Path(folder), target, taps):
                 self._index(path)
-            self.counts.append(len(self.places) - before)
 
     def _index(self, path: Path) -> None:
         tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets", present=self.names)
@@ -172,7 +169,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def shard_counts(folders: Sequence[Path]) -> list[int]:
-    """Return how many sequences the shards of each folder hold, as its manifest says."""
+    """Return how many sequences the shards of each folder hold, as its manifest says.
+
+    Raises ValueError for a folder whose shards are missing, whatever target they are of.
+    """
+    for folder in folders:
+        finished_shards(folder, {})
     return [int(read_manifest(folder).get("count", 0)) for folder in folders]
 
 

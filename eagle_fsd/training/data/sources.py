@@ -39,7 +39,8 @@ class Sources:
 
     def require(self, held_out: int, head: Head | None) -> None:
         """Raise ValueError for text that cannot train a head. held_out: sequences that it is not to see."""
-        require_held_out(sum(self.counts), held_out, self.counts[0])
+        counts = self.counts
+        require_held_out(sum(counts), held_out, counts[0])
         if isinstance(head, Eagle3Head):
             lengths = (len(example.tokens) for examples in self.files.values() for example in examples)
             require_window(head, max(lengths, default=0))
