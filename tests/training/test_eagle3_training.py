@@ -255,7 +255,7 @@ def test_a_new_head_begins_as_a_reader_of_the_highest_tap(family: str) -> None:
 
 def test_taps_of_shards_are_the_targets_hidden_states(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 4, "taps": (1, 2)}
-    cost = estimate(TARGET.decoder, {tmp_path: EXAMPLES}, **settings)
+    cost = estimate(TARGET.decoder, {tmp_path: EXAMPLES}, WHO, **settings)
     extract(TARGET.decoder, EXAMPLES, tmp_path, WHO, **settings)
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert cost.tokens == sum(len(one.tokens) for one in EXAMPLES)

@@ -218,20 +218,28 @@ def test_an_extraction_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.Mo
     target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 5
     settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
     done, new = tmp_path / "done", tmp_path / "new"
-    cost = estimate(target, {done: examples}, **settings)
+    cost = estimate(target, {done: examples}, WHO, **settings)
     extract(target, examples, done, WHO, **settings)
     written = sum(path.stat().st_size for path in done.glob("*.safetensors"))
     assert cost.tokens == 40 and cost.seconds > 0 and cost.size <= written < cost.size + 3 * 1000
     (done / "shard_00002.safetensors").unlink()
-    assert estimate(target, {done: examples}, **settings).tokens == 8
-    assert estimate(target, {done: examples, new: examples}, **settings).tokens == 48
+    assert estimate(target, {done: examples}, WHO, **settings).tokens == 8
+    assert estimate(target, {done: examples, new: examples}, WHO, **settings).tokens == 48
     extract(target, examples, done, WHO, **settings)
-    assert estimate(target, {done: examples}, **settings).tokens == 0
+    assert estimate(target, {done: examples}, WHO, **settings).tokens == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=cost.size))
-    assert estimate(target, {new: examples}, **settings).size == cost.size
+    assert estimate(target, {new: examples}, WHO, **settings).size == cost.size
     with pytest.raises(OSError, match=r"features of 80 tokens, .* do not fit beside .*new.*--online"):
-        estimate(target, {new: examples, tmp_path / "other": examples}, **settings)
+        estimate(target, {new: examples, tmp_path / "other": examples}, WHO, **settings)
     assert not new.exists()
+
+
+def test_a_folder_of_other_features_is_named_before_any_are_computed(tmp_path: Path) -> None:
+    """The last one too, for which the others would be computed in vain."""
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 3
+    extract(target, examples[:2], tmp_path / "others", WHO)
+    with pytest.raises(ValueError, match=r"others belong to another target, other data .*count was 2, now 3"):
+        estimate(target, {tmp_path / "new": examples, tmp_path / "others": examples}, WHO)
 
 
 def test_processes_take_shards_in_turn(tmp_path: Path) -> None:

@@ -665,6 +665,24 @@ def test_a_run_goes_on_in_its_dtype_on_another_machine(
     assert train("run", "--extract-dtype bfloat16 --no-float32") == first
 
 
+@pytest.mark.parametrize("command", ["head", "features"])
+def test_features_of_other_rows_are_named_before_any_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Also where they are those of the last file: hours are not spent on the others first."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("run", "--features {}/kept")
+    (tmp_path / "kept" / "rows").rename(tmp_path / "kept" / "last")
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "first.jsonl").write_text(rows)
+    (tmp_path / "last.jsonl").write_text(rows + rows.partition("\n")[0] + "\n")
+    argv = f"--base-model tiny --cpu --data {tmp_path}/first.jsonl {tmp_path}/last.jsonl --output {tmp_path}"
+    argv += "/kept" if command == "features" else f"/new --held-out 2 --features {tmp_path}/kept"
+    with pytest.raises(SystemExit, match=r"kept/last belong to another .*count was 8, now 9"):
+        run_command(command, argv)
+    assert not (tmp_path / "kept" / "first").exists()
+
+
 @pytest.mark.slow  # the README's own commands do so in tests/test_readme.py
 @pytest.mark.real
 def test_the_commands_train_and_export_a_head(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from eagle_fsd.training.cli import (
     settle_dtypes,
     uses_no_gpu,
 )
-from eagle_fsd.training.data.features import estimate, extract_all, require_own_folder
+from eagle_fsd.training.data.features import estimate, extract_all
 from eagle_fsd.training.eagle3.new_head import choose_taps
 from eagle_fsd.training.eagle3.options import add_eagle3, taps_need_eagle3
 
@@ -78,10 +78,8 @@ def run(args: argparse.Namespace) -> None:
     files = {args.output / name: examples for name, examples in read.items()}
     taps = choose_taps(target, args.taps) if args.eagle3 else ()
     settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens, "taps": taps}
-    for folder, examples in files.items() if args.dry_run else ():  # else `extract` looks
-        require_own_folder(folder, examples, identity, dtype=target.dtype, taps=taps)
     if state.is_main_process:
-        logger.info("features: %s", estimate(target.decoder, files, **settings))
+        logger.info("features: %s", estimate(target.decoder, files, identity, **settings))
     if not args.dry_run:
         share = (state.process_index, state.num_processes)
         extract_all(target.decoder, files, identity, share=share, **settings)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.target.taps import TappedDecoder, plain_tapped_decoder
@@ -44,10 +45,7 @@ def compute_features(
     device = next(base_model.parameters()).device
     result: list[Tensor | None] = [None] * len(examples)
     for group in batches_by_length([len(example.tokens) for example in examples], batch_tokens):
-        longest = max(len(examples[index].tokens) for index in group)
-        ids = torch.zeros(len(group), longest, dtype=torch.int64)  # [B, L]
-        for row, index in enumerate(group):
-            ids[row, : len(examples[index].tokens)] = torch.tensor(examples[index].tokens)
+        ids = pad_right([examples[index].tokens for index in group], 0)  # [B, L]
         inputs = {"input_ids": ids.to(device), "use_cache": False}
         output, taps = (base_model(**inputs), []) if tapped is None else tapped(**inputs)
         hidden = torch.cat([state.cpu() for state in (output.last_hidden_state, *taps)], dim=-1)  # [B, L, D]
@@ -114,6 +112,7 @@ class Cost:
 def estimate(
     base_model: nn.Module,
     files: Mapping[Path, Sequence[Example]],
+    target: Mapping[str, str],
     *,
     dtype: torch.dtype = torch.bfloat16,
     shard_examples: int = 128,
@@ -122,11 +121,12 @@ def estimate(
 ) -> Cost:
     """Estimate what `extract` into these folders still costs, by timing the target on one batch.
 
-    taps: those that are stored too; each takes as much disk as the features. Raises OSError if a folder's
-    disk is too small for all of it.
+    taps: those that are stored too; each takes as much disk as the features. Raises ValueError if `extract`
+    would refuse a folder, be it the last one, and OSError if a folder's disk is too small for all of it.
     """
     left: list[Example] = []
     for folder, examples in files.items():
+        require_own_folder(folder, examples, target, dtype=dtype, shard_examples=shard_examples, taps=taps)
         starts = range(0, len(examples), shard_examples)
         missing = [start for number, start in enumerate(starts) if not shard_path(folder, number).is_file()]
         left += [example for start in missing for example in examples[start : start + shard_examples]]

@@ -62,8 +62,10 @@ class Sources:
             finished_shards(folder, identity, taps)  # those of another target, before hours of computing
         folders = {root / name: examples for name, examples in self.files.items()}
         settings = {"dtype": target.dtype, "taps": taps}
-        if accelerator.is_main_process and (cost := estimate(target.decoder, folders, **settings)).tokens:
-            logger.info("features: %s", cost)
+        if accelerator.is_main_process:
+            cost = estimate(target.decoder, folders, identity, **settings)
+            if cost.tokens:
+                logger.info("features: %s", cost)
         share = (accelerator.process_index, accelerator.num_processes)
         made = extract_all(target.decoder, folders, identity, share=share, **settings)
         accelerator.wait_for_everyone()
