@@ -72,8 +72,9 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
     chain8_tau: the same for best-k sets, an upper bound for trees of that width.
     """
     depth = held_out.depth
-    hits = torch.zeros(3, depth)  # top1, topk, positions
-    reached = torch.zeros(3, depth)  # chains still right: top1, topk; all drafts
+    positions = torch.zeros(depth)  # drafts that reach the step
+    hits = torch.zeros(2, depth)  # top1, topk
+    reached = torch.zeros(2, depth)  # chains that are still right: top1, topk
     arrived = torch.zeros(depth)  # chains that were right before
     for sequence, greedy in zip(held_out.sequences, held_out.greedy, strict=True):
         if len(sequence.tokens) < 3:
@@ -82,35 +83,28 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
         predictions = unroll(head, sequence.inputs[None, :-1].float(), embeddings, depth)
         masks = learn_masks(sequence.learn[None, 1:], depth)
         goal = greedy[1:]  # at index j: the target's token after x_{j+1}
-        alive = torch.ones(
-            2, len(goal), dtype=torch.bool, device=goal.device
-        )  # by index j at the current step
+        # A chain follows the text: where sampled text left the greedy path, the chain ends.
+        followed = torch.ones_like(goal, dtype=torch.bool)
+        followed[:-1] = sequence.tokens[2:] == goal[:-1]
+        alive = followed.new_ones(2, len(goal))  # chains for top1, topk, by index j at the current step
         for step, (prediction, mask) in enumerate(zip(predictions, masks, strict=True)):
-            if step:
-                alive = F.pad(alive, (1, 0))[:, :-1]  # the draft that is now at index j was at j - 1
             where = mask[0].nonzero().squeeze(1)
-            best = held_out.best(prediction[0, where], k)
-            right = best == goal[where, None]
+            right = held_out.best(prediction[0, where], k) == goal[where, None]
             top = torch.stack((right[:, 0], right.any(-1)))  # [2, N]
-            hits[:2, step] += top.sum(1).cpu()
-            hits[2, step] += len(where)
+            positions[step] += len(where)
+            hits[:, step] += top.sum(1).cpu()
             arrived[step] += int(alive[0, where].sum())
-            alive_here = torch.zeros_like(alive)
-            alive_here[:, where] = top & alive[:, where]
-            alive = alive_here
-            reached[:2, step] += alive.sum(1).cpu()
-            reached[2, step] += len(where)
-            # A chain follows the text: where sampled text left the greedy path, the chain ends.
-            followed = torch.ones_like(goal, dtype=torch.bool)
-            followed[:-1] = sequence.tokens[2:] == goal[:-1]
-            alive = alive & followed
-    share = reached[:2] / reached[2].clamp_min(1)
+            still = torch.zeros_like(alive)
+            still[:, where] = top & alive[:, where]
+            reached[:, step] += still.sum(1).cpu()
+            alive = F.pad(still & followed, (1, 0))[:, :-1]  # the draft at index j is the one of j - 1 then
+    hits, whole = hits / positions.clamp_min(1), reached / positions.clamp_min(1)
     rounded = lambda values: [round(float(value), 4) for value in values]  # noqa: E731
     return {
-        "top1": rounded(hits[0] / hits[2].clamp_min(1)),
-        f"top{k}": rounded(hits[1] / hits[2].clamp_min(1)),
+        "top1": rounded(hits[0]),
+        f"top{k}": rounded(hits[1]),
         "chain": rounded(reached[0] / arrived.clamp_min(1)),
-        "chain_tau": round(1 + float(share[0].sum()), 4),
-        f"chain{k}_tau": round(1 + float(share[1].sum()), 4),
-        "positions": int(hits[2, 0]),
+        "chain_tau": round(1 + float(whole[0].sum()), 4),
+        f"chain{k}_tau": round(1 + float(whole[1].sum()), 4),
+        "positions": int(positions[0]),
     }

@@ -19,7 +19,7 @@ import platform
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eagle_fsd.core.checks import format_value, require_integer
@@ -95,10 +95,6 @@ def rows_with(path: Path, *names: str) -> list[dict[str, str]]:
     return rows
 
 
-def texts_of(row: Mapping[str, str]) -> tuple[str, str]:
-    return row["prompt"], f"{row['prompt']} {row['completion']}"
-
-
 def sample(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
     return random.Random(1).sample(rows, min(count, len(rows)))
 
@@ -130,7 +126,11 @@ def run(args: argparse.Namespace) -> None:
     sources = [(own, args.functions), (gsm8k, args.gsm8k_rows), (pairs, args.pairs_rows)]
     rows = [row for source, count in sources for row in sample(source, count)]
     # A short prompt is a run of its own, which its text with the completion does not show.
-    kept = [row for row in rows if not any(overlap(text, banned) for text in texts_of(row))]
+    kept = [
+        row
+        for row in rows
+        if not (overlap(row["prompt"], banned) or overlap(f"{row['prompt']} {row['completion']}", banned))
+    ]
     if not kept:
         raise ValueError(
             f"no row is left: of {len(rows)} each shares eight words in a row with a file of --exclude; give "

@@ -41,19 +41,17 @@ def write_answers(
     questions: Sequence[Question],
     max_new_tokens: int,
     rows: int = 64,
-    eos_token_ids: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
     """Yield every question's answer when it ends, shortest prompts first.
 
-    rows: how many are decoded together. eos_token_ids: None means the target's own. Raises ValueError for a
-    prompt that is empty or leaves no position for an answer.
+    rows: how many are decoded together. Raises ValueError for a prompt that is empty or leaves no position
+    for an answer.
     """
     require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
     require_integer("rows", rows, 1, "64 suits a CPU")
-    ends = tuple(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
     scheduler = Scheduler.for_many(target, None, TreeConfig(1), rows)
     for question in sorted(questions, key=lambda question: len(question.tokens)):
-        terms = Terms(ends, sampling=question.sampling)
+        terms = Terms(target.eos_token_ids, sampling=question.sampling)
         stream = (question.seed, question.number)
         scheduler.admit(Text(question.number, max_new_tokens, terms, prompt=question.tokens, stream=stream))
     for text, _ in scheduler.run():

@@ -30,7 +30,7 @@ from eagle_fsd.training.batching import collate, features_std, input_sizes, toke
 from eagle_fsd.training.data.examples import Example, batches_by_length
 from eagle_fsd.training.data.features import OnlineFeatures
 from eagle_fsd.training.data.shards import FeatureSequence
-from eagle_fsd.training.held_out import HeldOut, best_tokens, evaluate
+from eagle_fsd.training.held_out import HeldOut, best_tokens, evaluate, hold_out
 from eagle_fsd.training.loss import LossWeights, head_loss
 from eagle_fsd.training.optimizer import HeadOptimizer
 from eagle_fsd.training.readout import Readout
@@ -222,8 +222,7 @@ class HeadAdapter:
         for sequence in sequences:
             self._texts += 1
             if self._texts % self.config.held_back == 0:
-                greedy = best_tokens(sequence.features.float(), 1, self._readout).squeeze(1)
-                text = HeldOut([sequence], [greedy], self._best)
+                text = hold_out([sequence], self._readout, best=self._best)
                 self._held_back.append(HeldBackText(text, self._chain(self._live, text)))
             else:
                 learned.append(sequence)

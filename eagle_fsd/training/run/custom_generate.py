@@ -10,8 +10,8 @@ from pathlib import Path
 FOLDER, FILE, REQUIREMENTS = "custom_generate", "generate.py", "requirements.txt"
 
 
-def write_folder(repository: Path, ea_model: str) -> Path:
-    """Write the folder `custom_generate` of a repository, and return it. ea_model: the head's name."""
+def write_folder(repository: Path, ea_model: str) -> None:
+    """Write the folder `custom_generate` of a repository. ea_model: the head's name."""
     folder = repository / FOLDER
     folder.mkdir()
     (folder / FILE).write_text(
@@ -31,4 +31,3 @@ def generate(model, inputs=None, ea_model=EA_MODEL, **arguments):
         encoding="utf-8",
     )
     (folder / REQUIREMENTS).write_text("eagle-fsd\n", encoding="utf-8")
-    return folder
