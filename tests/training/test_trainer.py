@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import math
+import signal
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -32,6 +33,7 @@ from support.training_world import (
 )
 from torch import Tensor
 
+from eagle_fsd.core.checks import ENDING
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.atomic import write_atomically
@@ -47,6 +49,7 @@ from eagle_fsd.training.loss import (
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run import folder as runs_module
 from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, read_log, save_atomically
+from eagle_fsd.training.run.process import stop_on_signals
 from eagle_fsd.training.schedule import initialise, learning_rate_at, widen
 
 
@@ -81,6 +84,21 @@ def test_a_killed_run_leaves_every_step_once_in_the_log(tmp_path: Path, kill_aft
 
     assert steps(tmp_path / "killed") == steps(tmp_path / "whole")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
+def test_a_run_heeds_signals_and_ignores_those_that_its_process_ignores(number: signal.Signals) -> None:
+    """A script has its jobs in the background ignore Ctrl-C, which is meant for another process then."""
+    usual = signal.signal(number, signal.SIG_DFL)
+    try:
+        for handler, wanted in ((signal.SIG_DFL, number), (signal.SIG_IGN, 0)):
+            signal.signal(number, handler)
+            run = SimpleNamespace(stop=0)
+            with stop_on_signals(run):
+                signal.raise_signal(number)
+            assert run.stop == wanted and signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, usual)
 
 
 @pytest.mark.parametrize("minutes", [0.0, 60.0])

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
+from eagle_fsd.core.checks import ENDING
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
-
-HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 class Stoppable(Protocol):
@@ -30,7 +30,8 @@ class Stoppable(Protocol):
 def stop_on_signals(run: Stoppable) -> Iterator[None]:
     """On SIGTERM, on Ctrl-C or when the terminal is closed, let the run finish its step, save it and end.
 
-    A second signal has its usual effect again.
+    A second signal has its usual effect again. One that the process ignores stays ignored: nohup leaves it
+    so, and a script that starts a job in the background.
     """
 
     def request_stop(number: int, _frame: object) -> None:
@@ -39,9 +40,8 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:  # as nohup leaves it
-        before[HANGUP] = signal.getsignal(HANGUP)
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, request_stop)
     try:
