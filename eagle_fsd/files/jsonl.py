@@ -67,8 +67,12 @@ def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
 
 def remedy_for(line: bytes) -> str:
     """Return what helps where a line is no row. Many data sets are published as one list of rows."""
-    begins_list = re.match(rb"\s*\[\s*(\{|$)", line)
-    return LIST_REMEDY if begins_list else "repair or delete it"
+    return LIST_REMEDY if begins_list(line) else "repair or delete it"
+
+
+def begins_list(data: bytes) -> bool:
+    """Return whether a file or its first line begins as one JSON list of objects does."""
+    return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)", data) is not None
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

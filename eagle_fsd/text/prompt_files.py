@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.files.jsonl import is_whole, read_jsonl
+from eagle_fsd.files.jsonl import begins_list, is_whole, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +27,11 @@ def read_prompts(path: Path) -> list[str]:
             warn_of_rest(path, shortened, len(rows))
         return prompts
     try:
-        text = decode_text(path.read_bytes(), str(path))
+        data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a text or .jsonl file") from error
-    if path.suffix == ".json" and re.match(r"\s*\[\s*{", text):
+    text = decode_text(data, str(path))
+    if path.suffix == ".json" and begins_list(data):
         raise ValueError(
             f"{path} is a list of JSON objects: rows must stand one in a line of a .jsonl file; "
             "`jq -c '.[]'` writes one"

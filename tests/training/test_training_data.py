@@ -115,13 +115,14 @@ def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:
         load_examples(path, LetterTokenizer(), 50)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
 def test_a_file_that_is_one_list_says_how_it_becomes_rows(
-    tmp_path: Path, name: str, indent: int | None
+    tmp_path: Path, name: str, indent: int | None, encoding: str
 ) -> None:
-    path = tmp_path / name
-    path.write_text(json.dumps([conversation("a", "b"), conversation("c", "d")], indent=indent))
+    path, rows = tmp_path / name, [conversation("a", "b"), conversation("c", "d")]
+    path.write_text(json.dumps(rows, indent=indent), encoding=encoding)
     with pytest.raises(ValueError, match=r":1: is .* one list, `jq -c '\.\[\]'` writes its objects"):
         load_examples(path, LetterTokenizer(), 50)
 
