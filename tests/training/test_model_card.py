@@ -165,6 +165,14 @@ def test_the_card_says_what_the_runs_recorded(runs: Path, monkeypatch: pytest.Mo
         assert words in card.text
 
 
+def test_a_card_of_an_installed_package_names_no_commit(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a checkout, a record has none."""
+    (runs / "run" / "provenance.json").write_text(json.dumps(TRAINING | {"commit": None}))
+    run(runs, monkeypatch, "--dry-run")
+    card = (runs / "out" / "README.md").read_text()
+    assert f"\neagle_fsd {TRAINING['eagle_fsd']}, torch {TRAINING['torch']}, transformers " in card
+
+
 PRIVATE = "/home/ada/secret plans"
 
 

@@ -155,6 +155,7 @@ class Card:
 
     def _trained(self) -> str:
         run = self.training
+        commit = f", commit {run['commit']}" if run.get("commit") else ""  # an installed package has none
         held_out = run["held_out"]
         steps = " / ".join(f"{100 * share:.1f}" for share in held_out["top1"])
         return (
@@ -163,8 +164,7 @@ class Card:
             f"{run['learned_tokens']:,} of which carry loss. Held out, the target's greedy token is the "
             f"head's best in {steps} % of {held_out['positions']:,} positions at drafting steps 1 to "
             f"{len(held_out['top1'])}.\n\n```bash\n{public_command(run['command'])}\n```\n\n"
-            f"eagle_fsd {run['eagle_fsd']}, commit {run['commit']}, torch {run['torch']}, transformers "
-            f"{run['transformers']}."
+            f"eagle_fsd {run['eagle_fsd']}{commit}, torch {run['torch']}, transformers {run['transformers']}."
         )
 
 
