@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.checks import require_integer
-
 
 class Vocabulary(Protocol):
     """What counting needs to know of a target: a TargetModel, or a TargetText, which has no weights."""
@@ -37,7 +35,6 @@ class LearnedTokens:
 
         Raises ValueError for a size that require_size refuses.
         """
-        require_size(size, self.always, len(self.counts))
         return rank_tokens(self.counts, size, self.always)
 
     def coverage(self, token_ids: Tensor) -> float:
@@ -87,7 +84,7 @@ def rank_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor
     counts: [V], how often each token of the vocabulary occurs. always: tokens to include whatever their
     count, such as end tokens; they keep their own rank. If too few tokens occur, tokens of count 0 fill the
     list in the order of their ids. Raises ValueError unless counts are [V] and at least 0, `always` is in the
-    vocabulary, and size is at least 1, at least the number of `always`, and at most V.
+    vocabulary, and require_size takes the size.
     """
     if counts.ndim != 1 or not (counts >= 0).all():
         shape = f"{list(counts.shape)} with a minimum of {float(counts.min()) if counts.numel() else None}"
@@ -98,13 +95,9 @@ def rank_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor
             raise ValueError(
                 f"always holds {token}: it must be in the vocabulary, 0..{vocab_size - 1}; drop it"
             )
-    least = max(1, len(set(always)))
-    require_integer("the draft vocabulary's size", size, least, "raise it, or require fewer tokens")
-    if size > vocab_size:
-        raise ValueError(
-            f"the draft vocabulary's size is {size}: the vocabulary has {vocab_size} tokens; lower it"
-        )
+    needed = sorted(set(always))
+    require_size(size, needed, vocab_size)
     order = counts.argsort(descending=True, stable=True)  # [V]
-    required = torch.isin(order, torch.tensor(sorted(set(always)), dtype=torch.int64, device=order.device))
+    required = torch.isin(order, torch.tensor(needed, dtype=torch.int64, device=order.device))
     room = size - required.sum()
     return order[required | ((~required).cumsum(0) <= room)]
