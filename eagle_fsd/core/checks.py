@@ -42,6 +42,11 @@ def one_line(error: object, limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
 
 
+def flag_of(name: str) -> str:
+    """Return the command line's spelling of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 def find_half_character(text: str) -> int | None:
     """Return the place of the first half of a character, which UTF-8 cannot hold; None: all are whole."""
     try:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from eagle_fsd.core.checks import require_number
+from eagle_fsd.core.checks import flag_of, require_number
 from eagle_fsd.core.tree import within_training
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
@@ -93,21 +93,13 @@ class UnrollAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys.append(k)
         self.values.append(v)
-        keys, values = tuple(self.keys), tuple(self.values)
+        past = tuple(self.keys), tuple(self.values), self.longest
         batch, heads, length, _ = q.shape
         rows = max(SCORES // (batch * heads * length), 1)
         if rows >= length:
-            return attend_rows(q, 0, keys, values, self.longest)
+            return attend_rows(q, 0, *past)
         parts = [
-            checkpoint(
-                attend_rows,
-                q[:, :, start : start + rows],
-                start,
-                keys,
-                values,
-                self.longest,
-                use_reentrant=False,
-            )
+            checkpoint(attend_rows, q[:, :, start : start + rows], start, *past, use_reentrant=False)
             for start in range(0, length, rows)
         ]
         return torch.cat(parts, dim=2)
@@ -193,6 +185,17 @@ def learn_masks(learn: Tensor, steps: int) -> list[Tensor]:
     for _ in range(1, steps):
         masks.append(learn & F.pad(masks[-1], (1, 0))[:, :-1])
     return masks
+
+
+def learned_places(learn: Tensor, steps: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return where the drafts of steps 1..steps carry loss: their places in [B n] and their rows of p.
+
+    Both are [N_k] and on the device. Row i of p is that of the i-th place of step 1. The host, where `learn`
+    is, works them out, so that it never waits for the device.
+    """
+    row_of = learn.flatten().cumsum(0) - 1  # [B n]
+    places = [mask.flatten().nonzero().squeeze(1) for mask in learn_masks(learn, steps)]
+    return [(moved_to(device, place), moved_to(device, row_of[place])) for place in places]
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -297,7 +300,7 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         for name in ("regression", "cross_entropy", "decay"):
-            value, remedy = getattr(self, name), f"change --{name.replace('_', '-')}"
+            value, remedy = getattr(self, name), f"change {flag_of(name)}"
             require_number(name, value, 0.0, math.inf, remedy)
             if math.isinf(value):
                 raise ValueError(f"{name} is {value!r}: it must be finite; {remedy}")
@@ -318,26 +321,20 @@ def head_loss(
     All that comes from the target is constant: gradients reach the head alone.
     """
     # In the head's own dtype; autocast lowers it where it is on.
-    features = batch.features.detach().float()
-    embeddings = embed(head, batch.next_tokens, embedding)
-    goals = batch.goals.detach()
+    features, embeddings = batch.features.detach().float(), embed(head, batch.next_tokens, embedding)
     predictions = unroll(head, features, embeddings, steps)
-    goals = goals.flatten(0, 1)  # [B n, d]
-    # The host works out which positions are learned, so that it never waits for the device.
-    places = [mask.flatten().nonzero().squeeze(1) for mask in learn_masks(batch.learn, steps)]  # [N_k] each
-    row_of = batch.learn.flatten().cumsum(0) - 1  # [B n], of p
-    p = target_probabilities(goals[moved_to(goals.device, places[0])], readout)  # [N, S], by first place
+    goals = batch.goals.detach().flatten(0, 1)  # [B n, d]
+    places = learned_places(batch.learn, steps, goals.device)
+    p = target_probabilities(goals[places[0][0]], readout)  # [N, S]
     # Depends on the head even if nothing is learned: data-parallel processes wait for its gradients.
     total = predictions[-1].sum() * 0.0
     scale = 0.0
     entropies = torch.full((steps,), math.nan, device=p.device)
-    for step, (prediction, learned) in enumerate(zip(predictions, places, strict=True)):
-        if not len(learned):
+    for step, (prediction, (here, row)) in enumerate(zip(predictions, places, strict=True)):
+        if not len(here):
             continue
-        here = moved_to(p.device, learned)
         predicted = prediction.flatten(0, 1)[here]  # [N_k, d]
-        goal_p = p if step == 0 else p[moved_to(p.device, row_of[learned])]
-        cross_entropy = soft_cross_entropy(predicted, goal_p, readout)
+        cross_entropy = soft_cross_entropy(predicted, p if step == 0 else p[row], readout)
         regression = F.smooth_l1_loss(predicted.float() / feature_std, goals[here].float() / feature_std)
         factor = weights.decay**step
         total = total + factor * (weights.cross_entropy * cross_entropy + weights.regression * regression)

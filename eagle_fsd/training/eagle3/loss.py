@@ -20,8 +20,7 @@ from eagle_fsd.training.loss import (
     Batch,
     LossWeights,
     embed,
-    learn_masks,
-    moved_to,
+    learned_places,
     rows_at_once,
     soft_cross_entropy,
     target_probabilities,
@@ -38,21 +37,17 @@ def eagle3_loss(
     Step k = 0, 1, ... has the weight decay^k, and is a mean over the positions that have a goal. embedding
     [V, d] is the target's table, and readout the target's for all V tokens. Both are constant.
     """
-    predictions = unroll(
-        head, batch.features.detach().float(), embed(head, batch.next_tokens, embedding), steps
-    )
+    features, embeddings = batch.features.detach().float(), embed(head, batch.next_tokens, embedding)
+    predictions = unroll(head, features, embeddings, steps)
     goals = batch.goals.detach().flatten(0, 1)  # [B n, d]
-    # The host works out which positions are learned, so that it never waits for the device.
-    places = [mask.flatten().nonzero().squeeze(1) for mask in learn_masks(batch.learn, steps)]  # [N_k] each
-    row_of = batch.learn.flatten().cumsum(0) - 1  # [B n], of p
-    p, kept = drafted_probabilities(goals[moved_to(goals.device, places[0])], readout, head.draft_tokens)
+    places = learned_places(batch.learn, steps, goals.device)
+    p, kept = drafted_probabilities(goals[places[0][0]], readout, head.draft_tokens)
     own = own_readout(head).to(readout.weight.dtype)
     # Depends on the whole head even if nothing is learned: data-parallel processes wait for its gradients.
     total = sum(one.sum() for one in head.parameters() if one.requires_grad) * 0.0
     scale = torch.zeros((), device=p.device)
     entropies = []
-    for step, (prediction, learned) in enumerate(zip(predictions, places, strict=True)):
-        here, row = moved_to(p.device, learned), moved_to(p.device, row_of[learned])
+    for step, (prediction, (here, row)) in enumerate(zip(predictions, places, strict=True)):
         rows_kept = kept[row]  # [N_k]
         cross_entropy = soft_cross_entropy(
             head.readout(prediction.flatten(0, 1)[here]),
