@@ -34,9 +34,7 @@ class Moments:
 
     @classmethod
     def from_inputs(cls, inputs: Tensor) -> Moments:
-        """Compute the moments of inputs [N, 2 d]. Raises ValueError if there are none."""
-        if not len(inputs):
-            raise ValueError("no inputs to fold the bias over: give sequences with something to learn")
+        """Compute the moments of inputs [N, 2 d], at least one."""
         rows = inputs.double()
         return cls(rows.mean(0), rows.T @ rows / len(rows), len(rows))
 
@@ -122,19 +120,22 @@ def input_moments(
     return true, predicted
 
 
+@torch.no_grad()
 def fold_bias(head: DraftHead, true: Moments, predicted: Moments, ridge: float = RIDGE) -> Folded:
     """Return a copy of a head without the bias of `fc`, as close to the head as possible on these inputs.
 
     true, predicted: moments of inputs with the target's features and with the head's own. Both have the same
-    weight: a draft's first step reads the former, all others the latter. A head without a bias is copied.
+    weight: a draft's first step reads the former, all others the latter.
     """
     direction = true.mix(predicted, 0.5).unit_direction(ridge)  # [2 d]
-    made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None)).to(head.fc.weight)
-    tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
-    if head.fc.bias is not None:
-        weight = head.fc.weight.detach().double() + torch.outer(head.fc.bias.detach().double(), direction)
-        tensors["fc.weight"] = weight.to(head.fc.weight.dtype)
-    made.load_state_dict(tensors)
-    made.restrict(copy.deepcopy(head.draft_tokens), head.config.draft_text_tokens).train(head.training)
+    made = copy.deepcopy(head)
+    made.fc.weight.copy_(head.fc.weight.double() + torch.outer(head.fc.bias.double(), direction))
+    drop_bias(made)
     count = true.count + predicted.count
     return Folded(made, true.residual(direction), predicted.residual(direction), count)
+
+
+def drop_bias(head: DraftHead) -> None:
+    """Take the bias of `fc` from a head, if it has one, in place."""
+    head.fc.bias = None
+    head.config = replace(head.config, fc_bias=False)

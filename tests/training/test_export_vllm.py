@@ -49,7 +49,7 @@ def test_a_bias_is_refused_unless_it_is_given_up(tmp_path: Path) -> None:
         ValueError, match=r"bias of fc, up to 0\.055: vLLM's fc has none.*fold-bias.*--drop-bias"
     ):
         read_plain_head(source)
-    made = save_plain_head(read_plain_head(source, drop_bias=True), source, tmp_path / "made")
+    made = save_plain_head(read_plain_head(source, give_up_bias=True), source, tmp_path / "made")
     assert "fc.bias" not in load_file(made / "model.safetensors")
     assert read_config(made, "draft head")["bias"] is False
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from eagle_fsd.hub.head_checkpoint import (
     stored_dtype,
 )
 from eagle_fsd.training.cli import add_head, add_target, run_command
+from eagle_fsd.training.folding import drop_bias
 
 if TYPE_CHECKING:
     import transformers
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> None:
         say(save_target(*target, args.output / TARGET))
 
 
-def read_plain_head(source: hub.HeadSource, drop_bias: bool = False) -> DraftHead:
+def read_plain_head(source: hub.HeadSource, give_up_bias: bool = False) -> DraftHead:
     """Return an EAGLE-1/2 head as vLLM reads one. Raises ValueError for other kinds.
 
-    It drafts all tokens. drop_bias: leave out the bias of `fc`; without it, a head that has one is refused.
+    It drafts all tokens. give_up_bias: leave out the bias of `fc`; else a head that has one is refused.
     """
     if is_eagle3(source.file, source.name):
         raise ValueError(
@@ -87,25 +87,20 @@ def read_plain_head(source: hub.HeadSource, drop_bias: bool = False) -> DraftHea
         )
     config = read_config(source.folder, "draft head")
     sizes = (config.get("hidden_size", 0), config.get("vocab_size", 0))
-    return without_list_and_bias(read_head(source.file, source.name, *sizes), source.name, drop_bias)
+    head = read_head(source.file, source.name, *sizes)
+    if head.fc.bias is not None and not give_up_bias:
+        largest = float(head.fc.bias.detach().abs().max())
+        raise ValueError(
+            f"draft head {source.name!r} has a bias of fc, up to {largest:.3g}: vLLM's fc has none and would "
+            "drop it in silence; fold it with `eagle-fsd train fold-bias`, or give --drop-bias"
+        )
+    drop_bias(head)
+    return head.restrict(None)
 
 
 def save_plain_head(head: DraftHead, source: hub.HeadSource, folder: Path) -> Path:
     """Write what `read_plain_head` made of a head into a folder, with its dtype, and return the folder."""
     return save_head(head, folder, extra_fields(source.folder, head.config), stored_dtype(source.file))
-
-
-def without_list_and_bias(head: DraftHead, name: str, drop_bias: bool) -> DraftHead:
-    """Return a head that drafts all tokens and whose `fc` has no bias. name: of the head, for errors."""
-    if head.fc.bias is not None and not drop_bias:
-        raise ValueError(
-            f"draft head {name!r} has a bias of fc, up to {float(head.fc.bias.detach().abs().max()):.3g}: "
-            "vLLM's fc has none and would drop it in silence; fold it with `eagle-fsd train fold-bias`, or "
-            "give --drop-bias"
-        )
-    made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None)).restrict(None)
-    made.load_state_dict({key: value for key, value in head.state_dict().items() if key != "fc.bias"})
-    return made
 
 
 def load_target(source: hub.TargetSource, dtype: str, name: str, head: DraftHead) -> Target:
