@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flags.processing import check_processing, processing_options
 from eagle_fsd.cli.flags.types import AUTO, DIVERGENCE_NAMES, NO_HEAD
-from eagle_fsd.core.checks import require_choice, require_integer, require_texts, require_utf8
+from eagle_fsd.core.checks import flag_of, require_choice, require_integer, require_texts, require_utf8
 from eagle_fsd.core.config import (
     AutoThreshold,
     AutoTree,
@@ -55,7 +55,7 @@ def in_words_of_flags(args: argparse.Namespace, **renamed: str) -> Iterator[None
         name = next((name for name in flags if text.startswith(f"{name} ")), text.partition(" ")[0])
         flag = flags.get(name, name)
         if hasattr(args, flag):
-            text = f"--{flag.replace('_', '-')}{text[len(name) :]}"
+            text = flag_of(flag) + text[len(name) :]
         raise ValueError(re.sub(r"; None [^;]*$", "; leave it out", text)) from error
 
 
@@ -90,7 +90,7 @@ def require_threshold(args: argparse.Namespace) -> None:
     lack = "without --threshold" if args.threshold is None else "with --threshold 0"
     for name in FUZZY_FLAGS:
         if getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise ValueError(
                 f"{flag} {lack}: nothing is followed then, and it would have no effect; give a threshold "
                 "above 0, inf for a plan alone"
@@ -104,7 +104,7 @@ def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> 
         value = getattr(args, name)
         if value is None or name.removeprefix("fuzzy_") in takes:
             continue
-        flag = "--" + name.replace("_", "-")
+        flag = flag_of(name)
         whose = "--threshold auto" if auto else f"--rule {args.rule}"
         if name == "quality_budget":
             raise ValueError(
@@ -252,7 +252,7 @@ def check_early(args: argparse.Namespace) -> None:
     for name in ("system", "regex", "stop", "bad_word"):
         value = getattr(args, name, None) or ()
         for text in (value,) if isinstance(value, str) else value:
-            require_utf8("--" + name.replace("_", "-"), text)
+            require_utf8(flag_of(name), text)
     with in_words_of_flags(args):
         require_drafter(args)
         require_texts(

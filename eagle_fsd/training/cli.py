@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.cli.ranks import in_silence
-from eagle_fsd.core.checks import one_line, outlive_stderr, report_interrupt, require_integer
+from eagle_fsd.core.checks import flag_of, one_line, outlive_stderr, report_interrupt, require_integer
 from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.runtime.ranks import rank_by_environment
@@ -165,7 +165,7 @@ def check_text(args: argparse.Namespace) -> list[int] | None:
         if getattr(args, name) is not None and not files:
             raise ValueError(
                 f"{name} is {getattr(args, name)}: it is of files of --data and --text, and shards are taken "
-                f"whole; leave --{name.replace('_', '-')} out"
+                f"whole; leave {flag_of(name)} out"
             )
     require_cut(LONGEST if args.max_length is None else args.max_length, args.rows)
     names = [path.stem for path in files]

@@ -8,14 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from eagle_fsd.core.checks import flag_of, require_integer, require_number
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.training.loss import Head, LossWeights
-
-
-def option(name: str) -> str:
-    """Return the command line's spelling of a setting."""
-    return name.replace("_", "-")
-
 
 MOST_SEEDS = 1_000_000_000_000  # a batch's is the run's times 1,000,003 plus its place, and has 63 bits
 
@@ -48,25 +43,15 @@ class TrainConfig:
     bfloat16: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_tokens",
-            "accumulate",
-            "learning_rate",
-            "clip",
-            "unroll",
-            "eval_every",
-            "checkpoint_every",
-        ):
+        for name in ("batch_tokens", "accumulate", "unroll", "eval_every", "checkpoint_every"):
+            require_integer(name, getattr(self, name), 1, f"change {flag_of(name)}")
+        for name in ("epochs", "learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: it must be above 0; change --{option(name)}"
+                    f"{name} is {getattr(self, name)!r}: it must be above 0; change {flag_of(name)}"
                 )
-        if not 0 <= self.seed < MOST_SEEDS:
-            raise ValueError(
-                f"seed is {self.seed}: it must be in 0..{MOST_SEEDS - 1}, so that every batch has a seed of "
-                "its own; change --seed"
-            )
+        remedy = "every batch then has a seed of its own; change --seed"
+        require_integer("seed", self.seed, 0, remedy, MOST_SEEDS - 1)
         if math.isinf(self.learning_rate):
             raise ValueError("learning_rate is inf: it must be finite; change --learning-rate")
         if not (math.isfinite(self.epochs) or self.minutes):
@@ -74,15 +59,12 @@ class TrainConfig:
                 f"epochs is {self.epochs}: without --minutes a run needs an end; change --epochs"
             )
         for name in ("minutes", "weight_decay", "noise"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: it must not be negative; change --{option(name)}"
-                )
+            require_number(name, getattr(self, name), 0.0, math.inf, f"change {flag_of(name)}")
         for name in ("warmup", "unroll_after"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: it is a share of the run, at least 0 and below 1; "
-                    f"change --{option(name)}"
+                    f"change {flag_of(name)}"
                 )
 
 

@@ -288,9 +288,7 @@ def test_a_run_that_was_begun_with_a_bias_goes_on_with_it(
 ) -> None:
     """As every run of an earlier version was; also to export it again."""
     train = Training(tmp_path, monkeypatch, "llama")
-    earlier = head_command.head_config
     with monkeypatch.context() as before:
-        before.setattr(head_command, "head_config", lambda target: replace(earlier(target), fc_bias=True))
         before.setattr(head_command, "begun_with_bias", lambda output: True)
         first = train("run")
     again = train("run", "--export {}/head")

@@ -282,7 +282,7 @@ def starting_head(
     if found is None and args.eagle3:
         return None
     if found is None:
-        shape = head_config(target)
+        shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
         size = args.intermediate_size or shape.intermediate_size
         head = DraftHead(replace(shape, intermediate_size=size, fc_bias=begun_with_bias(args.output)))
         initialise(head, args.seed, target.model.get_input_embeddings().weight)
@@ -305,11 +305,6 @@ def begun_with_bias(output: Path) -> bool:
     """Return whether the run in the folder trains a bias of `fc`, as runs of earlier versions do."""
     path = output / CHECKPOINT
     return path.is_file() and FC_BIAS_KEY in read_checkpoint(path, "head")["head"]
-
-
-def head_config(target: TargetModel) -> HeadConfig:
-    """Return the config of a new head with the target's layer shape."""
-    return HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
 
 
 def counts(data: Features, numbers: Sequence[int]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from eagle_fsd.core.checks import format_value, require_integer
+from eagle_fsd.core.checks import flag_of, format_value, require_integer
 from eagle_fsd.evaluation.cli import plain_parser
 from eagle_fsd.files.jsonl import read_jsonl, write_rows
 from eagle_fsd.files.places import require_file
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for mistakes that need no file to be read."""
     for name in ("functions", "gsm8k_rows", "pairs_rows"):
-        require_integer(name, getattr(args, name), 0, f"change --{name.replace('_', '-')}")
+        require_integer(name, getattr(args, name), 0, f"change {flag_of(name)}")
     for name in ("gsm8k", "pairs"):
         path, count = getattr(args, name), getattr(args, f"{name}_rows")
         if (path is None) != (count == 0):

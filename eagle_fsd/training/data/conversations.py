@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.checks import flag_of, one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
@@ -57,7 +57,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_prompt_tokens", "rows"):
-            require_integer(name, getattr(self, name), 1, f"change --{name.replace('_', '-')}")
+            require_integer(name, getattr(self, name), 1, f"change {flag_of(name)}")
         require_integer("seed", self.seed, 0, "any will do")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_fsd.cli.flags.types import parse_taps
+from eagle_fsd.core.checks import flag_of
 from eagle_fsd.drafting.eagle3.export import EAGLE
 
 
@@ -48,9 +49,7 @@ def check_training(args: argparse.Namespace) -> None:
     if args.init_head is not None:
         for name in ("taps", "draft_vocab_size"):
             if getattr(args, name) is not None:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} with --init-head: that head's own are kept; leave it out"
-                )
+                raise ValueError(f"{flag_of(name)} with --init-head: that head's own are kept; leave it out")
 
 
 def refuse_other_kind(args: argparse.Namespace, run: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from eagle_fsd.core.checks import flag_of
 from eagle_fsd.training.cli import settle_dtypes
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.schedule import TrainConfig
@@ -42,7 +43,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         value, differs = usual[name], name in OF_EAGLE3
         shown = f"{value}, with --eagle3 {OF_EAGLE3[name]}" if differs else "%(default)s"
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            flag_of(name),
             type=type(value),
             default=None if differs else value,
             help=f"{text}; default: {shown}",
