@@ -21,7 +21,7 @@ from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands.evaluate import along_text
 from eagle_fsd.training.data.examples import Example
-from eagle_fsd.training.data.features import extract
+from eagle_fsd.training.data.features import Extraction
 from eagle_fsd.training.eagle3.new_head import new_head
 from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log
 from eagle_fsd.training.run.model_card import Card, write_repository
@@ -43,8 +43,8 @@ class World:
         rows = [prompt + greedy_alone(model, [prompt], 16)[0] for prompt in self.prompts]
         examples = [Example(row, [False] * 3 + [True] * (len(row) - 3)) for row in rows]
         who, exact = target_identity(self.name, model), torch.float32
-        extract(self.target.decoder, examples, folder / "tapped", who, dtype=exact, taps=(1, 2, 2))
-        extract(self.target.decoder, examples, folder / "plain", who, dtype=exact)
+        Extraction(self.target.decoder, who, dtype=exact, taps=(1, 2, 2)).write({folder / "tapped": examples})
+        Extraction(self.target.decoder, who, dtype=exact).write({folder / "plain": examples})
 
     def train(self, output: str, more: str = "", shards: str = "tapped", eagle3: str = "--eagle3") -> Path:
         """Run the command. Only the first run of the name "run" has its curves drawn, which takes longest."""

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from support.training_world import (
 
 from eagle_fsd.files.fingerprints import differences, target_identity
 from eagle_fsd.training.data.examples import Example
-from eagle_fsd.training.data.features import Cost, OnlineFeatures, compute_features, estimate, extract
+from eagle_fsd.training.data.features import Cost, Extraction, OnlineFeatures, compute_features
 from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
 
 WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
@@ -51,14 +50,14 @@ def test_extraction_goes_on_at_the_first_missing_shard(
     examples = [
         Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7, 5, 6)
     ]
-    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
-    extract(target.base_model, examples, tmp_path, WHO, **settings)
+    extraction = Extraction(target.base_model, WHO, dtype=torch.float32, shard_examples=2)
+    extraction.write({tmp_path: examples})
     whole = everything(tmp_path)
     assert [sequence.tokens.tolist() for sequence in whole] == [example.tokens for example in examples]
     (tmp_path / "shard_00001.safetensors").unlink()
     capsys.readouterr()
     kept = (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns
-    extract(target.base_model, examples, tmp_path, WHO, **settings)
+    extraction.write({tmp_path: examples})
     assert (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns == kept
     # What is there counts as done, and not as work of this run, by which the time that is left is guessed.
     shown = capsys.readouterr().err.split("\r")
@@ -68,9 +67,9 @@ def test_extraction_goes_on_at_the_first_missing_shard(
     with pytest.raises(
         ValueError, match=r"other data or settings \(count was 5, now 4, examples was \w+, now \w+\)"
     ):
-        extract(target.base_model, examples[1:], tmp_path, WHO, **settings)
+        extraction.write({tmp_path: examples[1:]})
     with pytest.raises(ValueError, match=r"stored was float32, now bfloat16"):
-        extract(target.base_model, examples, tmp_path, WHO, shard_examples=2)
+        Extraction(target.base_model, WHO, shard_examples=2).write({tmp_path: examples})
     with pytest.raises(ValueError, match=r"no feature shards in .*none'; run the extraction first"):
         StoredFeatures([tmp_path / "none"], WHO)
     run = tmp_path / "run"
@@ -85,7 +84,7 @@ def test_extraction_goes_on_at_the_first_missing_shard(
         StoredFeatures([tmp_path], WHO)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"has shards and no manifest\.json: .*; remove the folder"):
-        extract(target.base_model, examples, tmp_path, WHO, **settings)
+        extraction.write({tmp_path: examples})
     with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
         StoredFeatures([tmp_path], WHO)
 
@@ -101,17 +100,17 @@ def test_features_are_their_targets_however_its_folder_is_spelled(
     for name in ("mine", "copy"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    extract(target.base_model, examples, tmp_path / "features", target_identity("mine", target))
+    Extraction(target.base_model, target_identity("mine", target)).write({tmp_path / "features": examples})
     shard = tmp_path / "features" / "shard_00000.safetensors"
     before = shard.stat().st_mtime_ns
     for name in ("mine/", "./mine", str(tmp_path / "mine"), "copy/../mine"):
         who = target_identity(name, target)
-        extract(target.base_model, examples, tmp_path / "features", who)
+        Extraction(target.base_model, who).write({tmp_path / "features": examples})
         assert len(StoredFeatures([tmp_path / "features"], who).tokens) == 1
     assert shard.stat().st_mtime_ns == before
     who = target_identity("copy", target)
     with pytest.raises(ValueError, match=r"another target.*target\.name was mine, now copy"):
-        extract(target.base_model, examples, tmp_path / "features", who)
+        Extraction(target.base_model, who).write({tmp_path / "features": examples})
     with pytest.raises(ValueError, match=r"another target \(target\.name was mine, now copy"):
         StoredFeatures([tmp_path / "features"], who)
 
@@ -120,7 +119,7 @@ def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
     """Another name, other weights, another dtype: none may take up what the first one left."""
     target, examples = tiny_target(), [Example(list(range(1, 8)), [True] * 7)]
     who = target_identity("first", target)
-    extract(target.base_model, examples, tmp_path, who)
+    Extraction(target.base_model, who).write({tmp_path: examples})
     others = {
         "name": target_identity("second/target.dtype", target),
         "weights": target_identity("first", tiny_target(seed=3)),
@@ -129,7 +128,7 @@ def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
     for field, other in others.items():
         assert other[field] != who[field]
         with pytest.raises(ValueError, match=rf"belong to another target.*target\.{field} was {who[field]}"):
-            extract(target.base_model, examples, tmp_path, other)
+            Extraction(target.base_model, other).write({tmp_path: examples})
         with pytest.raises(
             ValueError, match=rf"another target .*target\.{field} was .* extract them with"
         ) as one:
@@ -182,7 +181,7 @@ def test_a_shard_whose_parts_do_not_fit_is_damaged(
 ) -> None:
     """Else a head would learn from other tokens than the features are of."""
     examples = [Example([1, 2, 3], [True] * 3), Example([4, 5, 6, 7, 8], [True] * 5)]
-    extract(tiny_target().base_model, examples, tmp_path, WHO, dtype=torch.float32)
+    Extraction(tiny_target().base_model, WHO, dtype=torch.float32).write({tmp_path: examples})
     (path,) = tmp_path.glob("*.safetensors")
     whole = {key: value.clone() for key, value in load_file(path).items()}
     save_file(whole | {name: edit(whole[name]).clone()}, path)
@@ -206,51 +205,51 @@ def test_a_cost_is_said_in_units_of_its_size(cost: Cost, said: str) -> None:
 
 def test_what_is_there_shows_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, examples = tiny_target().base_model, [Example([1, 2, 3], [True] * 3)]
-    extract(target, examples, tmp_path, WHO)
+    Extraction(target, WHO).write({tmp_path: examples})
     assert " 1/1 [" in capsys.readouterr().err
     assert everything(tmp_path)[0].features.dtype == torch.bfloat16  # half of the disk
-    extract(target, examples, tmp_path, WHO)
+    Extraction(target, WHO).write({tmp_path: examples})
     assert capsys.readouterr().err == ""
 
 
 def test_an_extraction_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing once it is done, and a disk that is too small is named before anything is written."""
     target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 5
-    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    extraction = Extraction(target, WHO, dtype=torch.float32, shard_examples=2)
     done, new = tmp_path / "done", tmp_path / "new"
-    cost = estimate(target, {done: examples}, WHO, **settings)
-    extract(target, examples, done, WHO, **settings)
+    cost = extraction.estimate({done: examples})
+    extraction.write({done: examples})
     written = sum(path.stat().st_size for path in done.glob("*.safetensors"))
     assert cost.tokens == 40 and cost.seconds > 0 and cost.size <= written < cost.size + 3 * 1000
     (done / "shard_00002.safetensors").unlink()
-    assert estimate(target, {done: examples}, WHO, **settings).tokens == 8
-    assert estimate(target, {done: examples, new: examples}, WHO, **settings).tokens == 48
-    extract(target, examples, done, WHO, **settings)
-    assert estimate(target, {done: examples}, WHO, **settings).tokens == 0
+    assert extraction.estimate({done: examples}).tokens == 8
+    assert extraction.estimate({done: examples, new: examples}).tokens == 48
+    extraction.write({done: examples})
+    assert extraction.estimate({done: examples}).tokens == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=cost.size))
-    assert estimate(target, {new: examples}, WHO, **settings).size == cost.size
+    assert extraction.estimate({new: examples}).size == cost.size
     with pytest.raises(OSError, match=r"features of 80 tokens, .* do not fit beside .*new.*--online"):
-        estimate(target, {new: examples, tmp_path / "other": examples}, WHO, **settings)
+        extraction.estimate({new: examples, tmp_path / "other": examples})
     assert not new.exists()
 
 
 def test_a_folder_of_other_features_is_named_before_any_are_computed(tmp_path: Path) -> None:
     """The last one too, for which the others would be computed in vain."""
     target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 3
-    extract(target, examples[:2], tmp_path / "others", WHO)
+    Extraction(target, WHO).write({tmp_path / "others": examples[:2]})
     with pytest.raises(ValueError, match=r"others belong to another target, other data .*count was 2, now 3"):
-        estimate(target, {tmp_path / "new": examples, tmp_path / "others": examples}, WHO)
+        Extraction(target, WHO).estimate({tmp_path / "new": examples, tmp_path / "others": examples})
 
 
 def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
     target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 7
-    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
-    extract(target, examples, tmp_path, WHO, share=(1, 3), **settings)
+    extraction = Extraction(target, WHO, dtype=torch.float32, shard_examples=2)
+    extraction.write({tmp_path: examples}, (1, 3))
     assert [path.name for path in tmp_path.glob("shard*")] == ["shard_00001.safetensors"]
     with pytest.raises(ValueError, match=r"has 1 of 4 shards: the extraction did not end; start it again"):
         StoredFeatures([tmp_path], WHO)
     for process in (0, 2):
-        extract(target, examples, tmp_path, WHO, share=(process, 3), **settings)
+        extraction.write({tmp_path: examples}, (process, 3))
     assert len(everything(tmp_path)) == 7
     twice = StoredFeatures([tmp_path, tmp_path], {"name": WHO["name"]})  # nothing else of it is compared
     assert len(twice.tokens) == 14
@@ -262,7 +261,7 @@ def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
 def test_online_features_are_those_of_the_shards(tmp_path: Path) -> None:
     target = tiny_target().base_model
     examples = [Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7)]
-    extract(target, examples, tmp_path, WHO, dtype=torch.float32)
+    Extraction(target, WHO, dtype=torch.float32).write({tmp_path: examples})
     stored, online = StoredFeatures([tmp_path], WHO), OnlineFeatures(target, examples, 16)
     for one, other in zip(stored.read([2, 0, 2]), online.read([2, 0, 2]), strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.learn, other.learn)
@@ -272,7 +271,7 @@ def test_online_features_are_those_of_the_shards(tmp_path: Path) -> None:
 
 def test_a_shard_that_breaks_while_it_is_in_use_is_named(tmp_path: Path) -> None:
     target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 2
-    extract(target, examples, tmp_path, WHO)
+    Extraction(target, WHO).write({tmp_path: examples})
     stored = StoredFeatures([tmp_path], WHO)
     path = tmp_path / "shard_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-40])

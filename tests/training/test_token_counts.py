@@ -22,7 +22,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import load_head, save_head
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.cli import read_examples
-from eagle_fsd.training.data.features import extract
+from eagle_fsd.training.data.features import Extraction
 from eagle_fsd.training.data.shards import StoredFeatures
 from eagle_fsd.training.data.token_counts import learned_tokens
 
@@ -187,7 +187,7 @@ def test_shards_are_counted_as_their_rows(rank: Ranking) -> None:
     name = str(rank.folder / "target")
     for folder, who in (("shards", name), ("others", "someone")):
         identity = {"name": who, "weights": "0", "dtype": "bfloat16"}
-        extract(model.model, examples, rank.folder / folder, identity, shard_examples=3)
+        Extraction(model.model, identity, shard_examples=3).write({rank.folder / folder: examples})
     rank("ranked", "9", "--shards {}/shards")
     assert rank.load("ranked").draft_tokens.tolist() == plain_list(9)
     rank("both", "9", "--shards {}/shards --data {}/rows.jsonl")

@@ -36,7 +36,7 @@ from eagle_fsd.training.cli import (
     settle_dtypes,
     uses_no_gpu,
 )
-from eagle_fsd.training.data.features import estimate, extract_all
+from eagle_fsd.training.data.features import Extraction
 from eagle_fsd.training.eagle3.new_head import choose_taps
 from eagle_fsd.training.eagle3.options import add_eagle3, taps_need_eagle3
 
@@ -77,12 +77,11 @@ def run(args: argparse.Namespace) -> None:
     read = read_examples(args, tokenizer, source.name, target.max_positions)
     files = {args.output / name: examples for name, examples in read.items()}
     taps = choose_taps(target, args.taps) if args.eagle3 else ()
-    settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens, "taps": taps}
+    extraction = Extraction(target.decoder, identity, target.dtype, taps, args.batch_tokens)
     if state.is_main_process:
-        logger.info("features: %s", estimate(target.decoder, files, identity, **settings))
+        logger.info("features: %s", extraction.estimate(files))
     if not args.dry_run:
-        share = (state.process_index, state.num_processes)
-        extract_all(target.decoder, files, identity, share=share, **settings)
+        extraction.write(files, (state.process_index, state.num_processes))
 
 
 if __name__ == "__main__":

@@ -109,138 +109,115 @@ class Cost:
         return f"{self.tokens:,} tokens, {size} on disk, {minutes}"
 
 
-def estimate(
-    base_model: nn.Module,
-    files: Mapping[Path, Sequence[Example]],
-    target: Mapping[str, str],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    shard_examples: int = 128,
-    batch_tokens: int = 2048,
-    taps: Sequence[int] = (),
-) -> Cost:
-    """Estimate what `extract` into these folders still costs, by timing the target on one batch.
+@dataclass(frozen=True)
+class Extraction:
+    """Writes the features of examples into folders of shards.
 
-    taps: those that are stored too; each takes as much disk as the features. Raises ValueError if `extract`
-    would refuse a folder, be it the last one, and OSError if a folder's disk is too small for all of it.
+    base_model: the target's decoder, and target: who that is (see target_identity). dtype: how features are
+    stored. taps: those that are stored beside the features; each takes as much disk as these.
     """
-    left: list[Example] = []
-    for folder, examples in files.items():
-        require_own_folder(folder, examples, target, dtype=dtype, shard_examples=shard_examples, taps=taps)
-        starts = range(0, len(examples), shard_examples)
-        missing = [start for number, start in enumerate(starts) if not shard_path(folder, number).is_file()]
-        left += [example for start in missing for example in examples[start : start + shard_examples]]
-    tokens = sum(len(example.tokens) for example in left)
-    if not tokens:
-        return Cost(0, 0, 0.0)
-    last = left[-64:]
-    sample = [last[i] for i in next(batches_by_length([len(one.tokens) for one in last], batch_tokens))]
-    tapped = tapped_decoder(base_model, taps)
-    width = compute_features(base_model, sample, batch_tokens, tapped)[0].shape[1]  # the first call warms up
-    started = time.perf_counter()
-    compute_features(base_model, sample, batch_tokens, tapped)
-    per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)
-    size = tokens * (width * dtype.itemsize + 4 + 1)  # a feature with its taps, a token, a flag
-    cost = Cost(tokens, size, tokens * per_token)
-    for folder in files:
-        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if cost.size > (free := shutil.disk_usage(place).free):
-            raise OSError(
-                f"features of {cost} do not fit beside {folder}, which has {free / 1e9:.2f} GB free: name a "
-                "folder on a larger disk, give fewer rows, or train with --online, which stores nothing"
-            )
-    return cost
 
+    base_model: nn.Module
+    target: Mapping[str, str]
+    dtype: torch.dtype = torch.bfloat16
+    taps: Sequence[int] = ()
+    batch_tokens: int = 2048
+    shard_examples: int = 128
 
-def require_own_folder(
-    folder: Path,
-    examples: Sequence[Example],
-    target: Mapping[str, str],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    shard_examples: int = 128,
-    taps: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Return the manifest of the features of `examples`; see `extract`.
+    def estimate(self, files: Mapping[Path, Sequence[Example]]) -> Cost:
+        """Estimate what `write` into these folders still costs, by timing the target on one batch.
 
-    Raises ValueError if the folder has other features, or shards of which nothing says what they are.
-    """
-    manifest = {
-        "target": dict(target),
-        "examples": digest_json(*([one.tokens, [int(flag) for flag in one.learn]] for one in examples)),
-        "count": len(examples),
-        "shard_examples": shard_examples,
-        "stored": str(dtype).removeprefix("torch."),
-        **({"taps": list(taps)} if taps else {}),
-    }
-    orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
-    if (folder / MANIFEST).is_file():
-        known = read_manifest(folder)
-        if changed := differences(known, manifest):
+        Raises ValueError if `write` would refuse a folder, be it the last one, and OSError if a folder's disk
+        is too small for all of it.
+        """
+        left: list[Example] = []
+        for folder, examples in files.items():
+            self.own_manifest(folder, examples)
+            left += [
+                one for path, part in self.shards(folder, examples) if not path.is_file() for one in part
+            ]
+        tokens = sum(len(example.tokens) for example in left)
+        if not tokens:
+            return Cost(0, 0, 0.0)
+        last = left[-64:]
+        lengths = [len(example.tokens) for example in last]
+        sample = [last[place] for place in next(batches_by_length(lengths, self.batch_tokens))]
+        tapped = tapped_decoder(self.base_model, self.taps)
+        parts = (self.base_model, sample, self.batch_tokens, tapped)
+        width = compute_features(*parts)[0].shape[1]  # the first call warms up
+        started = time.perf_counter()
+        compute_features(*parts)
+        per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)
+        size = tokens * (width * self.dtype.itemsize + 4 + 1)  # a feature with its taps, a token, a flag
+        cost = Cost(tokens, size, tokens * per_token)
+        for folder in files:
+            place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+            if cost.size > (free := shutil.disk_usage(place).free):
+                raise OSError(
+                    f"features of {cost} do not fit beside {folder}, which has {free / 1e9:.2f} GB free: "
+                    "name a folder on a larger disk, give fewer rows, or train with --online, which stores "
+                    "nothing"
+                )
+        return cost
+
+    def write(self, files: Mapping[Path, Sequence[Example]], share: tuple[int, int] = (0, 1)) -> None:
+        """Write the features of all files into their folders, or continue an earlier run there.
+
+        share: this process's number, and the number of processes. They take the shards in turn, and each
+        folder begins with another one, so that many small folders are not all left to the first. Raises
+        ValueError for a folder of another target, of other examples or with other taps.
+        """
+        process, count = share
+        for number, (folder, examples) in enumerate(files.items()):
+            self.write_folder(folder, examples, ((process + number) % count, count))
+
+    def write_folder(self, folder: Path, examples: Sequence[Example], share: tuple[int, int]) -> None:
+        """Write this process's share of one folder; see `write`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest = self.own_manifest(folder, examples)
+        if not (folder / MANIFEST).is_file():  # processes that start together all write the same whole file
+            write_atomically(folder / MANIFEST, json.dumps(manifest))
+        mine = self.shards(folder, examples)[share[0] :: share[1]]
+        missing = [(path, part) for path, part in mine if not path.is_file()]
+        settled = {"total": len(mine), "initial": len(mine) - len(missing), "disable": not missing}
+        name = f"features of {folder.name}"
+        for path, part in tqdm(missing, name, unit="shard", mininterval=5, **settled):
+            if path.is_file():  # another run has made it meanwhile
+                continue
+            made = OnlineFeatures(self.base_model, part, self.batch_tokens, self.taps)
+            write_shard(path, made.read(range(len(part))), self.dtype)
+
+    def shards(self, folder: Path, examples: Sequence[Example]) -> list[tuple[Path, Sequence[Example]]]:
+        """Return the path and the examples of every shard of a folder."""
+        size = self.shard_examples
+        starts = range(0, len(examples), size)
+        return [(shard_path(folder, at), examples[start : start + size]) for at, start in enumerate(starts)]
+
+    def own_manifest(self, folder: Path, examples: Sequence[Example]) -> dict[str, Any]:
+        """Return the manifest of the features of `examples`.
+
+        Raises ValueError if the folder has other features, or shards of which nothing says what they are.
+        """
+        manifest = {
+            "target": dict(self.target),
+            "examples": digest_json(*([one.tokens, [int(flag) for flag in one.learn]] for one in examples)),
+            "count": len(examples),
+            "shard_examples": self.shard_examples,
+            "stored": str(self.dtype).removeprefix("torch."),
+            **({"taps": list(self.taps)} if self.taps else {}),
+        }
+        orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
+        if (folder / MANIFEST).is_file():
+            known = read_manifest(folder)
+            if changed := differences(known, manifest):
+                raise ValueError(
+                    f"features in {folder} belong to another target, other data or settings ({changed}); "
+                    f"remove the folder or name another{dtype_remedy(known.get('target'), self.target)}"
+                    f"{taps_remedy(folder, known, manifest)}"
+                )
+        elif orphans:
             raise ValueError(
-                f"features in {folder} belong to another target, other data or settings ({changed}); "
-                f"remove the folder or name another{dtype_remedy(known.get('target'), target)}"
-                f"{taps_remedy(folder, known, manifest)}"
+                f"{folder} has shards and no {MANIFEST}: nothing says what they are of; remove the folder or "
+                "name another"
             )
-    elif orphans:
-        raise ValueError(
-            f"{folder} has shards and no {MANIFEST}: nothing says what they are of; remove the folder or "
-            "name another"
-        )
-    return manifest
-
-
-def extract(
-    base_model: nn.Module,
-    examples: Sequence[Example],
-    folder: str | Path,
-    target: Mapping[str, str],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    shard_examples: int = 128,
-    batch_tokens: int = 2048,
-    share: tuple[int, int] = (0, 1),
-    taps: Sequence[int] = (),
-) -> Path:
-    """Write the features of `examples` into `folder`, continue an earlier run there, and return the folder.
-
-    target: who computes them (see target_identity). Features of another target, of other examples or with
-    other taps are refused. dtype: how they are stored. share: this process's number, and the number of
-    processes; they take the shards in turn. taps: those to store beside the features.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {"dtype": dtype, "shard_examples": shard_examples, "taps": taps}
-    manifest = require_own_folder(folder, examples, target, **settings)
-    if not (folder / MANIFEST).is_file():  # processes that start together all write the same whole file
-        write_atomically(folder / MANIFEST, json.dumps(manifest))
-    starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
-    missing = [one for one in starts if not shard_path(folder, one[0]).is_file()]
-    done, name = len(starts) - len(missing), f"features of {folder.name}"
-    settled = {"total": len(starts), "initial": done, "disable": not missing}
-    for number, start in tqdm(missing, name, unit="shard", mininterval=5, **settled):
-        path = shard_path(folder, number)
-        if path.is_file():  # another run has made it meanwhile
-            continue
-        part = OnlineFeatures(base_model, examples[start : start + shard_examples], batch_tokens, taps)
-        write_shard(path, part.read(range(len(part.tokens))), dtype)
-    return folder
-
-
-def extract_all(
-    base_model: nn.Module,
-    files: Mapping[Path, Sequence[Example]],
-    target: Mapping[str, str],
-    *,
-    share: tuple[int, int] = (0, 1),
-    **settings: Any,
-) -> list[Path]:
-    """Call `extract` for every folder with these settings, and return the folders.
-
-    Each folder begins with another process, so that many small folders are not all left to the first one.
-    """
-    process, count = share
-    return [
-        extract(base_model, examples, folder, target, share=((process + number) % count, count), **settings)
-        for number, (folder, examples) in enumerate(files.items())
-    ]
+        return manifest

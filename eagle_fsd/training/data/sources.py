@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -14,7 +15,7 @@ from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import require_held_out
 from eagle_fsd.training.data.examples import Example
-from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract_all
+from eagle_fsd.training.data.features import Extraction, OnlineFeatures
 from eagle_fsd.training.data.shards import Features, StoredFeatures, finished_shards, shard_counts
 from eagle_fsd.training.eagle3.new_head import require_window
 from eagle_fsd.training.loss import Head
@@ -33,6 +34,11 @@ class Sources:
     shards: Sequence[Path]
 
     @property
+    def examples(self) -> list[Example]:
+        """The examples of all files, in the order in which they are numbered."""
+        return list(chain.from_iterable(self.files.values()))
+
+    @property
     def counts(self) -> list[int]:
         """The number of sequences of each source, in the order in which they are numbered."""
         return [*map(len, self.files.values()), *shard_counts(self.shards)]
@@ -42,13 +48,11 @@ class Sources:
         counts = self.counts
         require_held_out(sum(counts), held_out, counts[0])
         if isinstance(head, Eagle3Head):
-            lengths = (len(example.tokens) for examples in self.files.values() for example in examples)
-            require_window(head, max(lengths, default=0))
+            require_window(head, max((len(example.tokens) for example in self.examples), default=0))
 
     def online(self, target: TargetModel, taps: Sequence[int]) -> Features:
         """Return features that the target computes each time they are read. There must be no shards."""
-        examples = [example for examples in self.files.values() for example in examples]
-        return OnlineFeatures(target.decoder, examples, taps=taps)
+        return OnlineFeatures(target.decoder, self.examples, taps=taps)
 
     def stored(
         self, target: TargetModel, target_name: str, root: Path, accelerator: Accelerator, taps: Sequence[int]
@@ -61,12 +65,9 @@ class Sources:
         for folder in self.shards:
             finished_shards(folder, identity, taps)  # those of another target, before hours of computing
         folders = {root / name: examples for name, examples in self.files.items()}
-        settings = {"dtype": target.dtype, "taps": taps}
-        if accelerator.is_main_process:
-            cost = estimate(target.decoder, folders, identity, **settings)
-            if cost.tokens:
-                logger.info("features: %s", cost)
-        share = (accelerator.process_index, accelerator.num_processes)
-        made = extract_all(target.decoder, folders, identity, share=share, **settings)
+        extraction = Extraction(target.decoder, identity, target.dtype, taps)
+        if accelerator.is_main_process and (cost := extraction.estimate(folders)).tokens:
+            logger.info("features: %s", cost)
+        extraction.write(folders, (accelerator.process_index, accelerator.num_processes))
         accelerator.wait_for_everyone()
-        return StoredFeatures([*made, *self.shards], identity, taps)
+        return StoredFeatures([*folders, *self.shards], identity, taps)
