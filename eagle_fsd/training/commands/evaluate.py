@@ -80,13 +80,9 @@ def along_text(
     """
     spec = engine.drafter
     assert isinstance(spec, EagleSpec | Eagle3Spec)
-    target, ends = engine.target, frozenset(engine.target.eos_token_ids)
-    examples = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        answer = [token for token in answer if token not in ends]
-        if answer:
-            learn = [False] * (len(prompt) - 1) + [True] * (len(answer) + 1)
-            examples.append(Example([*prompt, *answer], learn))
+    target, pairs = engine.target, zip(prompts, answers, strict=True)
+    made = (Example.of_answer(prompt, answer, target.eos_token_ids) for prompt, answer in pairs)
+    examples = [one for one in made if sum(one.learn) > 1]  # the others are answers of an end token alone
     taps = spec.head.config.taps if isinstance(spec, Eagle3Spec) else ()
     sequences = OnlineFeatures(target.decoder, examples, taps=taps).read(range(len(examples)))
     on_device = [one.to(engine.device) for one in sequences]

@@ -14,7 +14,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ MARK = "\u241e"  # takes the place of the user's words while the chat template i
 UNSPACED = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff"
 UNSPACED += "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
+RUN = 8  # words in a row that two texts may not share
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 NO_TEXT = "an answer without text, such as a call of a tool"
 logger = logging.getLogger(__name__)
@@ -49,6 +50,17 @@ class Example:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.learn)
+
+    @classmethod
+    def of_answer(cls, prompt: Sequence[int], answer: Sequence[int], ends: Collection[int]) -> Example:
+        """Return an answer that was generated after a prompt, without the end token that it may have."""
+        kept = answer[:-1] if answer and answer[-1] in ends else answer
+        # The token before the answer is marked too: after it the target writes the first of them.
+        return cls([*prompt, *kept], [False] * (len(prompt) - 1) + [True] * (len(kept) + 1))
+
+    def cut(self, longest: int) -> Example:
+        """Return the first tokens, at most so many."""
+        return Example(self.tokens[:longest], self.learn[:longest])
 
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
@@ -230,11 +242,10 @@ def load_examples(
             skipped["answer before any question"] += 1
             continue
         try:
-            example = encode_turns(turns, tokenizer, learn_all)
+            example = encode_turns(turns, tokenizer, learn_all).cut(max_length)
         except NoSingleText as why:
             skipped[str(why)] += 1
             continue
-        example = Example(example.tokens[:max_length], example.learn[:max_length])
         if not any(example.learn[1:]):
             skipped["nothing to learn within max_length"] += 1
             continue
@@ -293,18 +304,18 @@ def banned_runs(files: Sequence[Path]) -> frozenset[tuple[str, ...]]:
     return frozenset(run for path in files for text in read_asked(path) for run in word_runs(text))
 
 
-def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool:
-    """Return whether the text shares `run` words in a row with the texts that `others` was made of."""
-    return not others.isdisjoint(word_runs(text, run))
+def overlap(text: str, others: frozenset[tuple[str, ...]]) -> bool:
+    """Return whether the text shares RUN words in a row with the texts that `others` was made of."""
+    return not others.isdisjoint(word_runs(text))
 
 
-def word_runs(text: str, run: int = 8) -> Iterator[tuple[str, ...]]:
-    """Return every `run` words in a row, in lower case. A shorter text counts as one run.
+def word_runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Return every RUN words in a row, in lower case. A shorter text counts as one run.
 
     Of scripts without spaces between words every character counts as one.
     """
     words = WORD.findall(text.lower())
-    return (tuple(words[start : start + run]) for start in range(max(len(words) - run, 0) + 1))
+    return (tuple(words[start : start + RUN]) for start in range(max(len(words) - RUN, 0) + 1))
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

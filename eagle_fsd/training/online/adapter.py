@@ -143,14 +143,11 @@ class HeadAdapter:
 
         More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped.
         """
-        ends = self.engine.target.eos_token_ids
-        tokens = [*prompt, *(answer[:-1] if answer and answer[-1] in ends else answer)][:LONGEST]
-        # The token before the answer is marked too: after it the target writes the first of them.
-        learn = [place >= len(prompt) - 1 for place in range(len(tokens))]
-        if sum(learn) <= 1:
+        text = Example.of_answer(prompt, answer, self.engine.target.eos_token_ids).cut(LONGEST)
+        if sum(text.learn) <= 1:
             return
-        self._new.append(Example(tokens, learn))
-        self._new_tokens += sum(learn)
+        self._new.append(text)
+        self._new_tokens += sum(text.learn)
         while len(self._new) > 1 and self._new_tokens > MOST_WAITING * self.config.every:
             self._next_new()
             logger.info("a text is not learned from: too many wait")
