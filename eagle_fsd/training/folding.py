@@ -50,12 +50,12 @@ class Moments:
         """Return the moments of the rows of both."""
         return self.mix(other, other.count / (self.count + other.count))
 
-    def unit_direction(self, ridge: float = RIDGE) -> Tensor:
+    def unit_direction(self) -> Tensor:
         """Return the u [2 d] that minimises E(u.x - 1)^2, with a small preference for a short u."""
         sizes = self.product.diagonal().sqrt()
         sizes = torch.where(sizes > 0, sizes, 1.0)  # u is 0 in a dimension that is always 0
         scaled = self.product / sizes[:, None] / sizes
-        scaled.diagonal().add_(ridge)
+        scaled.diagonal().add_(RIDGE)
         factor = torch.linalg.cholesky(scaled)
         return torch.cholesky_solve((self.mean / sizes)[:, None], factor).squeeze(1) / sizes
 
@@ -121,13 +121,13 @@ def input_moments(
 
 
 @torch.no_grad()
-def fold_bias(head: DraftHead, true: Moments, predicted: Moments, ridge: float = RIDGE) -> Folded:
+def fold_bias(head: DraftHead, true: Moments, predicted: Moments) -> Folded:
     """Return a copy of a head without the bias of `fc`, as close to the head as possible on these inputs.
 
     true, predicted: moments of inputs with the target's features and with the head's own. Both have the same
     weight: a draft's first step reads the former, all others the latter.
     """
-    direction = true.mix(predicted, 0.5).unit_direction(ridge)  # [2 d]
+    direction = true.mix(predicted, 0.5).unit_direction()  # [2 d]
     made = copy.deepcopy(head)
     made.fc.weight.copy_(head.fc.weight.double() + torch.outer(head.fc.bias.double(), direction))
     drop_bias(made)

@@ -34,9 +34,9 @@ class HeldOut:
 
 
 @torch.no_grad()
-def best_tokens(features: Tensor, k: int, readout: Readout, rows: int | None = None) -> Tensor:
+def best_tokens(features: Tensor, k: int, readout: Readout) -> Tensor:
     """Return the k most likely tokens for features [N, d]: [N, k], best first; all, if they are fewer."""
-    rows = rows_at_once(features.device, len(readout.weight), rows)
+    rows = rows_at_once(features.device, len(readout.weight))
     k = min(k, len(readout.weight))
     return torch.cat([readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)])
 
@@ -44,7 +44,6 @@ def best_tokens(features: Tensor, k: int, readout: Readout, rows: int | None = N
 def hold_out(
     sequences: Sequence[FeatureSequence],
     readout: Readout,
-    depth: int = 5,
     device: torch.device | str = "cpu",
     best: Best | None = None,
 ) -> HeldOut:
@@ -55,7 +54,7 @@ def hold_out(
     """
     greedy = partial(best_tokens, readout=readout.to(device, torch.float32))
     moved = [one.to(device) for one in sequences]
-    return HeldOut(moved, [greedy(one.features, 1).squeeze(1) for one in moved], best or greedy, depth)
+    return HeldOut(moved, [greedy(one.features, 1).squeeze(1) for one in moved], best or greedy)
 
 
 @torch.no_grad()

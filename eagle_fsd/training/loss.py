@@ -67,6 +67,7 @@ def pair(tokens: Tensor, features: Tensor, learn: Tensor, taps: Tensor | None = 
 
 
 SCORES = 2**26  # attention scores held at once: 256 MB in float32
+ON_A_CPU = 256  # rows of logits computed together, which stay in its caches
 ON_A_GPU = 2**25  # logits held at once there: 128 MB in float32
 
 
@@ -251,17 +252,16 @@ class SoftCrossEntropy(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, scaled, None, None, None
 
 
-def rows_at_once(device: torch.device, tokens: int, rows: int | None) -> int:
-    """Return how many rows of `tokens` logits are computed together: `rows`, or what suits the device."""
-    # On a CPU, few rows stay in its caches; on a GPU, every block costs the launches of its kernels.
-    return rows or (256 if device.type == "cpu" else max(256, ON_A_GPU // tokens))
+def rows_at_once(device: torch.device, tokens: int) -> int:
+    """Return how many rows of `tokens` logits are computed together on a device."""
+    # On a GPU, every block costs the launches of its kernels.
+    return ON_A_CPU if device.type == "cpu" else max(ON_A_CPU, ON_A_GPU // tokens)
 
 
 def soft_cross_entropy(
     predicted: Tensor,
     p: Tensor,
     readout: Readout,
-    rows: int | None = None,
     trained: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> Tensor:
@@ -269,15 +269,15 @@ def soft_cross_entropy(
 
     trained, kept: see SoftCrossEntropy.
     """
-    rows = rows_at_once(predicted.device, len(readout.weight), rows)
+    rows = rows_at_once(predicted.device, len(readout.weight))
     return SoftCrossEntropy.apply(predicted, p, trained, kept, readout, rows)
 
 
 @torch.no_grad()
-def target_probabilities(features: Tensor, readout: Readout, rows: int | None = None) -> Tensor:
+def target_probabilities(features: Tensor, readout: Readout) -> Tensor:
     """Return p [N, S] over the readout's tokens for true features [N, d], in the dtype of its weight."""
     weight = readout.weight
-    rows = rows_at_once(features.device, len(weight), rows)
+    rows = rows_at_once(features.device, len(weight))
     p = torch.empty(len(features), len(weight), dtype=weight.dtype, device=features.device)
     for start in range(0, len(features), rows):
         block = slice(start, start + rows)

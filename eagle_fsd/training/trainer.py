@@ -7,7 +7,6 @@ the clock, and no two runs are the same. Several processes divide the batches of
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -324,7 +323,7 @@ class Trainer:
         state = read_checkpoint(path, "run", "head", "optimizer", "step", "seconds", "best")
         refuse_other_run(path, state["run"], self.identity)
         self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         self.resumed_at = self.step
         logger.info("%s at step %d", "ended" if self.progress() >= 1 else "resumed", self.step)

@@ -20,9 +20,10 @@ from eagle_fsd.drafting.eagle3.drafter import Eagle3Predictor, Eagle3Vocabulary
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training import loss as loss_module
 from eagle_fsd.training.batching import collate, input_sizes
 from eagle_fsd.training.data.examples import Example
-from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract
+from eagle_fsd.training.data.features import Extraction, OnlineFeatures
 from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
 from eagle_fsd.training.eagle3.loss import best_drafted, drafted_probabilities, eagle3_loss
 from eagle_fsd.training.eagle3.new_head import (
@@ -130,10 +131,11 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_twin(name: str) -> Non
         assert not head.embed_tokens.weight.requires_grad
 
 
-def test_positions_whose_best_token_is_not_drafted_have_no_goal() -> None:
+def test_positions_whose_best_token_is_not_drafted_have_no_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "ON_A_CPU", 5)
     features = torch.cat([one.features for one in DATA])
     drafted = eagle3_head(5).draft_tokens
-    p, kept = drafted_probabilities(features, READOUT, drafted, rows=5)
+    p, kept = drafted_probabilities(features, READOUT, drafted)
     logits = TARGET.logits(features)
     assert torch.equal(kept.bool(), torch.isin(logits.argmax(-1), drafted)) and 0 < kept.mean() < 1
     torch.testing.assert_close(p, logits[:, drafted].softmax(-1), atol=1e-5, rtol=1e-4)
@@ -159,7 +161,7 @@ def test_padding_changes_neither_loss_nor_gradient() -> None:
 def test_held_out_accuracy_is_counted_in_the_targets_tokens() -> None:
     """Top 1 at the first step, by hand: a token that the head does not know is a miss."""
     head = eagle3_head(5)
-    held = hold_out(DATA[:3], READOUT, 2, best=best_drafted(head))
+    held = replace(hold_out(DATA[:3], READOUT, best=best_drafted(head)), depth=2)
     hits = total = 0
     for one in DATA[:3]:
         with torch.no_grad():
@@ -254,9 +256,9 @@ def test_a_new_head_begins_as_a_reader_of_the_highest_tap(family: str) -> None:
 
 
 def test_taps_of_shards_are_the_targets_hidden_states(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 4, "taps": (1, 2)}
-    cost = estimate(TARGET.decoder, {tmp_path: EXAMPLES}, WHO, **settings)
-    extract(TARGET.decoder, EXAMPLES, tmp_path, WHO, **settings)
+    extraction = Extraction(TARGET.decoder, WHO, dtype=torch.float32, shard_examples=4, taps=(1, 2))
+    cost = extraction.estimate({tmp_path: EXAMPLES})
+    extraction.write({tmp_path: EXAMPLES})
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert cost.tokens == sum(len(one.tokens) for one in EXAMPLES)
     assert cost.size == cost.tokens * (3 * HIDDEN * 4 + 5) <= written < cost.size + 4000
@@ -275,16 +277,16 @@ def test_taps_of_shards_are_the_targets_hidden_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"have the taps \[1, 2\]: .*needs these; .*--taps 2,2$"):
         StoredFeatures([tmp_path], WHO, (2, 2))
     with pytest.raises(ValueError, match=r"\(taps was \[1, 2\], now None\); .* with --shards .* heads learn"):
-        extract(TARGET.decoder, EXAMPLES, tmp_path, WHO, dtype=torch.float32, shard_examples=4)
+        replace(extraction, taps=()).write({tmp_path: EXAMPLES})
     with pytest.raises(ValueError, match=r"\(taps was \[1, 2\], now \[2, 2\]\); remove .* name another$"):
-        extract(TARGET.decoder, EXAMPLES, tmp_path, WHO, dtype=torch.float32, shard_examples=4, taps=(2, 2))
-    extract(TARGET.decoder, EXAMPLES, tmp_path / "plain", WHO)
+        replace(extraction, taps=(2, 2)).write({tmp_path: EXAMPLES})
+    Extraction(TARGET.decoder, WHO).write({tmp_path / "plain": EXAMPLES})
     with pytest.raises(
         ValueError, match=r"now \[1, 2\]\); .*; an EAGLE-3 head needs the taps, which these lack$"
     ):
-        extract(TARGET.decoder, EXAMPLES, tmp_path / "plain", WHO, taps=(1, 2))
+        Extraction(TARGET.decoder, WHO, taps=(1, 2)).write({tmp_path / "plain": EXAMPLES})
     with pytest.raises(ValueError, match=r"\(count was \d+, now 1, .* taps was None, .* or name another$"):
-        extract(TARGET.decoder, EXAMPLES[:1], tmp_path / "plain", WHO, taps=(1, 2))
+        Extraction(TARGET.decoder, WHO, taps=(1, 2)).write({tmp_path / "plain": EXAMPLES[:1]})
     with pytest.raises(ValueError, match=r"have no taps: an EAGLE-3 head that reads the taps \[1, 2\]"):
         StoredFeatures([tmp_path / "plain"], WHO, (1, 2))
     path = tmp_path / "shard_00000.safetensors"

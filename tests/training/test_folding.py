@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import load_head, resolve_head, save_head
+from eagle_fsd.training import folding
 from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.folding import Moments, fc_inputs, fold_bias, input_moments
 from eagle_fsd.training.loss import unroll
@@ -37,16 +38,19 @@ def test_a_bias_is_folded_exactly_where_some_direction_is_constant() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.5, 2.0])
-def test_a_fold_is_the_least_squares_one_and_better_than_dropping_the_bias(spread: float) -> None:
+def test_a_fold_is_the_least_squares_one_and_better_than_dropping_the_bias(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folding, "RIDGE", 1e-12)
     head, rows = tiny_head(fc_bias=True), inputs_with(5.0, spread)
     moments = Moments.from_inputs(rows)
-    folded = fold_bias(head, moments, moments, ridge=1e-12)
+    folded = fold_bias(head, moments, moments)
     wanted, bias = head.fc(rows).detach(), head.fc.bias.detach()
     left = (folded.head.fc(rows) - wanted).square().sum(1).mean() / bias.square().sum()
     assert folded.true == pytest.approx(left.item(), rel=1e-3) == pytest.approx(folded.predicted, rel=1e-3)
     assert 0 < left < 0.5, "dropping the bias leaves 1"
     best = torch.linalg.lstsq(rows.double(), torch.ones(len(rows), 1).double()).solution.squeeze(1)
-    torch.testing.assert_close(moments.unit_direction(1e-12), best, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(moments.unit_direction(), best, atol=1e-6, rtol=1e-5)
 
 
 def test_inputs_without_any_constant_direction_leave_the_bias_out() -> None:

@@ -178,8 +178,9 @@ def test_the_first_step_is_plain_causal_attention() -> None:
     ("scale", "cap"), [(1.0, None), (0.25, None), (7.0, None), (1.0, 2.0), (1.0, 30.0), (7.0, 3.0)]
 )
 def test_blockwise_cross_entropy_equals_the_plain_one_with_its_gradient(
-    scale: float, cap: float | None, biased: bool
+    scale: float, cap: float | None, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loss_module, "ON_A_CPU", 4)
     weight, bias = lm_head(), noise(VOCAB, seed=2) if biased else torch.zeros(VOCAB)
     readout = Readout(weight, bias if biased else None, LogitsTransform(scale, cap))
 
@@ -188,11 +189,11 @@ def test_blockwise_cross_entropy_equals_the_plain_one_with_its_gradient(
         return scaled if cap is None else torch.tanh(scaled / cap) * cap
 
     goals, predicted = noise(11, WIDTH), noise(11, WIDTH, seed=1).requires_grad_()
-    p = target_probabilities(goals, readout, rows=4)
+    p = target_probabilities(goals, readout)
     torch.testing.assert_close(p, logits(goals).softmax(-1), atol=1e-6, rtol=1e-5)
     plain = -(p * logits(predicted).log_softmax(-1)).sum(-1).mean()
     (expected,) = torch.autograd.grad(2 * plain, predicted)
-    blockwise = soft_cross_entropy(predicted, p, readout, rows=4)
+    blockwise = soft_cross_entropy(predicted, p, readout)
     (found,) = torch.autograd.grad(2 * blockwise, predicted)
     assert blockwise.item() == pytest.approx(plain.item(), abs=1e-5)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
@@ -265,19 +266,20 @@ def test_weights_of_the_loss_that_cannot_be(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3", "granite", "cohere", "gptj", "phi"])
-def test_what_is_taught_is_the_targets_own_distribution(family: str) -> None:
+def test_what_is_taught_is_the_targets_own_distribution(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales, soft-caps and biases included; over all tokens and over some."""
+    monkeypatch.setattr(loss_module, "ON_A_CPU", 3)
     model = tiny_model(family, "eager")
     readout, tokens = Readout.from_target(TargetModel(model)), torch.arange(1, 9)[None]
     some = torch.tensor([40, 3, 95, 7])
     with torch.no_grad():
         features, logits = model.get_decoder()(tokens).last_hidden_state[0], model(tokens).logits[0]
     for found, wanted in ((readout, logits), (readout.restrict(some), logits[:, some])):
-        p = target_probabilities(features, found, rows=3)
+        p = target_probabilities(features, found)
         torch.testing.assert_close(p, wanted.softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 def test_a_gpu_takes_as_many_rows_as_fit_together() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert rows_at_once(cpu, 8192, None) == 256 and rows_at_once(gpu, 8192, 7) == 7
-    assert rows_at_once(gpu, 8192, None) == 4096 and rows_at_once(gpu, 300_000, None) == 256
+    assert rows_at_once(cpu, 8192) == 256 and rows_at_once(gpu, 8192) == 4096
+    assert rows_at_once(gpu, 300_000) == 256

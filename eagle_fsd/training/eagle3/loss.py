@@ -65,7 +65,7 @@ def eagle3_loss(
 
 @torch.no_grad()
 def drafted_probabilities(
-    features: Tensor, readout: Readout, drafted: Tensor | None, rows: int | None = None
+    features: Tensor, readout: Readout, drafted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return p [N, W] over the drafted tokens for true features [N, d], and which rows [N] have a goal.
 
@@ -74,10 +74,10 @@ def drafted_probabilities(
     """
     count = len(features)
     if drafted is None:
-        return target_probabilities(features, readout, rows), torch.ones(count, device=features.device)
+        return target_probabilities(features, readout), torch.ones(count, device=features.device)
     p = torch.empty(count, len(drafted), dtype=readout.weight.dtype, device=features.device)
     kept = torch.empty(count, device=features.device)
-    rows = rows_at_once(features.device, len(readout.weight), rows)
+    rows = rows_at_once(features.device, len(readout.weight))
     for start in range(0, count, rows):
         block = slice(start, start + rows)
         logits = readout.logits(features[block])  # over the whole vocabulary: the best token may be any

@@ -41,8 +41,8 @@ from eagle_fsd.training.run.custom_generate import FILE, FOLDER, REQUIREMENTS, w
 CARD = "README.md"
 SPECULATORS_FIELD = "speculators_model_type"
 LIBRARY = "eagle-fsd"
-# All that a repository has.
-KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CALIBRATION, CARD}
+# All files that a repository may have, beside those of custom_generate.
+NAMES = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CALIBRATION, CARD}
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def refuse_other_folder(folder: Path, head: Path) -> set[str]:
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     card = folder / CARD
     ours = card.is_file() and f"library_name: {LIBRARY}".encode() in card.read_bytes()
-    plain = found <= {*KINDS, FOLDER} and all((folder / name).is_file() for name in found - {FOLDER})
+    plain = found <= {*NAMES, FOLDER} and all((folder / name).is_file() for name in found - {FOLDER})
     if FOLDER in found:
         plain &= {path.name for path in (folder / FOLDER).iterdir()} <= {FILE, REQUIREMENTS}
     if found and not (ours and plain and folder.resolve() != head.resolve()):
@@ -254,7 +254,7 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         # A file of an earlier head, such as its list of tokens, would make this one unreadable.
-        old = [*sorted(KINDS - {CARD}), f"{FOLDER}/*"]
+        old = [*sorted(NAMES - {CARD}), f"{FOLDER}/*"]
         api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message="Upload draft head", delete_patterns=old
         )
