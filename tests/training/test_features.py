@@ -31,7 +31,8 @@ def everything(folder: Path) -> list[FeatureSequence]:
 def test_features_are_the_final_norm_states_whatever_the_padding(tmp_path: Path) -> None:
     target = tiny_target()
     examples = [Example(list(range(1, length)), [True] * (length - 1)) for length in (9, 4, 7, 5)]
-    for example, features in zip(examples, compute_features(target.base_model, examples, 16), strict=True):
+    computed = compute_features(target.base_model, examples, 16)
+    for example, (features,) in zip(examples, computed, strict=True):
         with torch.inference_mode():
             alone = target.base_model(torch.tensor([example.tokens])).last_hidden_state[0]
             torch.testing.assert_close(features, alone, atol=1e-5, rtol=1e-4)

@@ -36,22 +36,24 @@ logger = logging.getLogger(__name__)
 @torch.inference_mode()
 def compute_features(
     base_model: nn.Module, examples: Sequence[Example], batch_tokens: int, tapped: TappedDecoder | None = None
-) -> list[Tensor]:
-    """Compute the final-norm features [n, d] of every example, in order.
+) -> list[list[Tensor]]:
+    """Compute the final-norm features [n, d] of every example, in order, and its taps [n, taps * d] if any.
 
-    tapped: a decoder of the same weights whose taps follow the features side by side, [n, (1 + taps) * d].
+    tapped: a decoder of the same weights that shows the taps.
     Rows are padded on the right and attention is causal: no real token sees padding, so it needs no mask.
     """
     device = next(base_model.parameters()).device
-    result: list[Tensor | None] = [None] * len(examples)
+    made: dict[int, list[Tensor]] = {}
     for group in batches_by_length([len(example.tokens) for example in examples], batch_tokens):
         ids = pad_right([examples[index].tokens for index in group], 0)  # [B, L]
         inputs = {"input_ids": ids.to(device), "use_cache": False}
         output, taps = (base_model(**inputs), []) if tapped is None else tapped(**inputs)
-        hidden = torch.cat([state.cpu() for state in (output.last_hidden_state, *taps)], dim=-1)  # [B, L, D]
+        states = [output.last_hidden_state.cpu()]  # [B, L, d]
+        if taps:
+            states.append(torch.cat([tap.cpu() for tap in taps], dim=-1))  # [B, L, taps * d]
         for row, index in enumerate(group):
-            result[index] = hidden[row, : len(examples[index].tokens)].clone()
-    return [features for features in result if features is not None]
+            made[index] = [state[row, : len(examples[index].tokens)] for state in states]
+    return [made[index] for index in range(len(examples))]
 
 
 def tapped_decoder(base_model: nn.Module, taps: Sequence[int]) -> TappedDecoder | None:
@@ -73,7 +75,7 @@ class OnlineFeatures:
         taps: Sequence[int] = (),
     ) -> None:
         self.base_model, self.examples, self.batch_tokens = base_model, examples, batch_tokens
-        self.tapped, self.parts = tapped_decoder(base_model, taps), 1 + len(taps)
+        self.tapped = tapped_decoder(base_model, taps)
         self.tokens = [torch.tensor(example.tokens) for example in examples]
         self.learn = [torch.tensor(example.learn) for example in examples]
 
@@ -82,15 +84,10 @@ class OnlineFeatures:
         examples = [self.examples[number] for number in numbers]
         made = compute_features(self.base_model, examples, self.batch_tokens, self.tapped)
         return [
-            FeatureSequence(self.tokens[number], self.learn[number], *self._split(rows))
-            for number, rows in zip(numbers, made, strict=True)
+            # A tensor made in inference mode cannot take part in training; a copy can.
+            FeatureSequence(self.tokens[number], self.learn[number], *(state.clone() for state in states))
+            for number, states in zip(numbers, made, strict=True)
         ]
-
-    def _split(self, rows: Tensor) -> list[Tensor]:
-        """Return the features [n, d] of rows [n, (1 + taps) * d], and the taps if there are any."""
-        width = rows.shape[1] // self.parts
-        # A tensor made in inference mode cannot take part in training; a copy can.
-        return [part.clone() for part in (rows[:, :width], rows[:, width:]) if part.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ class Extraction:
         sample = [last[place] for place in next(batches_by_length(lengths, self.batch_tokens))]
         tapped = tapped_decoder(self.base_model, self.taps)
         parts = (self.base_model, sample, self.batch_tokens, tapped)
-        width = compute_features(*parts)[0].shape[1]  # the first call warms up
+        width = sum(state.shape[1] for state in compute_features(*parts)[0])  # this first call warms up
         started = time.perf_counter()
         compute_features(*parts)
         per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)

@@ -9,7 +9,8 @@ the first missing one. A manifest beside them names the target, the data and the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -88,11 +89,17 @@ class StoredFeatures:
                 self._index(path)
 
     def _index(self, path: Path) -> None:
-        tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets", present=self.names)
-        ends = bounds.flatten().tolist()
-        ascend = all(start < end for start, end in pairwise(ends))
-        if not (ascend and ends[:1] == [0] and ends[-1] == len(tokens) == len(learn)):
-            raise damaged(path, ValueError("its offsets do not divide its tokens into examples"))
+        with open_shard(path) as shard:
+            tokens, learn, bounds = (
+                shard.get_tensor(name).clone() for name in ("tokens", "learn", "offsets")
+            )
+            for name in self.names:
+                if (rows := shard.get_slice(name).get_shape()[:1]) != list(tokens.shape[:1]):
+                    raise ValueError(f"{name} has {rows} rows, tokens {list(tokens.shape[:1])}")
+            ends = bounds.flatten().tolist()
+            ascend = all(start < end for start, end in pairwise(ends))
+            if not (ascend and ends[:1] == [0] and ends[-1] == len(tokens) == len(learn)):
+                raise ValueError("its offsets do not divide its tokens into examples")
         for start, end in pairwise(ends):
             self.tokens.append(tokens[start:end].long())
             self.learn.append(learn[start:end])
@@ -101,11 +108,14 @@ class StoredFeatures:
     def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
         """Return the examples of these numbers with their features, in that order."""
         return [
-            FeatureSequence(
-                self.tokens[number], self.learn[number], *read_rows(*self.places[number], self.names)
-            )
+            FeatureSequence(self.tokens[number], self.learn[number], *self._states(*self.places[number]))
             for number in numbers
         ]
+
+    def _states(self, path: Path, start: int, end: int) -> list[Tensor]:
+        """Read the features [end - start, d] of an example, and its taps if they are asked for."""
+        with open_shard(path) as shard:
+            return [shard.get_slice(name)[start:end].clone() for name in self.names]
 
 
 def dtype_remedy(known: Any, wanted: Mapping[str, str]) -> str:
@@ -178,33 +188,19 @@ def shard_counts(folders: Sequence[Path]) -> list[int]:
     return [int(read_manifest(folder).get("count", 0)) for folder in folders]
 
 
-def read_tensors(path: Path, *names: str, present: Sequence[str] = ("features",)) -> list[Tensor]:
-    """Read whole tensors of a shard, and make sure that those in `present` have as many rows as the first."""
+@contextmanager
+def open_shard(path: Path) -> Iterator[safe_open]:
+    """Open a shard. What is read from it is copied: a view would keep the file mapped.
+
+    Raises ValueError for one that is found to be damaged.
+    """
     try:
         with safe_open(path, "pt") as shard:
-            found = [shard.get_tensor(name).clone() for name in names]
-            for name in present:
-                if (rows := shard.get_slice(name).get_shape()[:1]) != list(found[0].shape[:1]):
-                    raise ValueError(f"{name} has {rows} rows, {names[0]} {list(found[0].shape[:1])}")
-            return found
+            yield shard
     except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path, error) from error
-
-
-def read_rows(path: Path, start: int, end: int, names: Sequence[str] = ("features",)) -> list[Tensor]:
-    """Read rows [end - start, ...] of tensors of a shard."""
-    try:
-        with safe_open(path, "pt") as shard:
-            # A view would keep the file mapped.
-            return [shard.get_slice(name)[start:end].clone() for name in names]
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
-
-
-def damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path} is no whole feature shard ({one_line(error, 80)}); remove it and extract again"
-    )
+        raise ValueError(
+            f"{path} is no whole feature shard ({one_line(error, 80)}); remove it and extract again"
+        ) from error
 
 
 def write_shard(path: Path, sequences: Sequence[FeatureSequence], dtype: torch.dtype) -> None:
