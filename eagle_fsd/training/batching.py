@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,9 +79,7 @@ def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
     device = batch.features.device
     generator = torch.Generator(device).manual_seed(seed)
     noise = (torch.rand(batch.features.shape, generator=generator, device=device) - 0.5) * (amount * std)
-    return Batch(
-        (batch.features.float() + noise).to(batch.features.dtype), batch.next_tokens, batch.goals, batch.learn
-    )
+    return replace(batch, features=(batch.features.float() + noise).to(batch.features.dtype))
 
 
 def features_std(sequences: Sequence[FeatureSequence]) -> float:

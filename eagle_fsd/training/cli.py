@@ -157,9 +157,9 @@ def check_text(args: argparse.Namespace) -> list[int] | None:
 
     Returns the most sequences that each source may have, in order; None if a source is not known by then.
     """
-    files, folders = [*args.data, *args.text], getattr(args, "shards", None)
+    files, folders = [*args.data, *args.text], getattr(args, "shards", ())
     if not (files or folders):
-        options = "--data or --text" if folders is None else "--data, --text or --shards"
+        options = "--data, --text or --shards" if "shards" in args else "--data or --text"
         raise ValueError(f"no data: give {options}")
     for name in ("rows", "max_length"):
         if getattr(args, name) is not None and not files:
@@ -177,7 +177,7 @@ def check_text(args: argparse.Namespace) -> list[int] | None:
             )
         if not path.is_fifo():  # which can be read once
             counts.append(check_rows(path, args.rows))
-    stored = shard_counts(folders or ())
+    stored = shard_counts(folders)
     return [*counts, *stored] if len(counts) == len(files) else None
 
 

@@ -107,17 +107,15 @@ def input_moments(
     head: DraftHead, sequences: Iterable[FeatureSequence], embedding: Tensor, steps: int
 ) -> tuple[Moments, Moments]:
     """Compute the moments of `fc`'s inputs over sequences: of true features, and of predicted ones."""
-    found: list[Moments | None] = [None, None]
+    found: dict[int, Moments] = {}
     for sequence in sequences:
         for kind, rows in enumerate(fc_inputs(head, sequence, embedding, steps)):
             if len(rows):
                 new = Moments.from_inputs(rows)
-                before = found[kind]
-                found[kind] = new if before is None else before.join(new)
-    true, predicted = found
-    if true is None or predicted is None:
+                found[kind] = found[kind].join(new) if kind in found else new
+    if len(found) < 2:
         raise ValueError("no inputs to fold the bias over: give sequences with something to learn")
-    return true, predicted
+    return found[0], found[1]
 
 
 @torch.no_grad()

@@ -113,7 +113,3 @@ def format_report(report: HeadReport, text: dict[str, Any]) -> str:
     lines.append(f"steps that reached that depth: {' / '.join(map(str, report.reached))}")
     lines.append(f"expected calibration error {report.error:.3f}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

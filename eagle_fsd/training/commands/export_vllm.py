@@ -119,7 +119,3 @@ def save_target(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
-
-
-if __name__ == "__main__":
-    main()

@@ -90,7 +90,3 @@ def run(args: argparse.Namespace) -> None:
         say(f"{name}: {evaluate(one, held_out, embedding)}")
     extra = extra_fields(found.folder, folded.head.config) | {FOLDED_FROM: head_digests(found.file)[WEIGHTS]}
     hub.save_head(folded.head, args.output, extra, stored_dtype(found.file))
-
-
-if __name__ == "__main__":
-    main()

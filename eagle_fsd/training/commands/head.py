@@ -212,7 +212,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     if args.init_head is None or head.config.trained_positions:  # else it stays unknown
         longest = max(head.config.trained_positions or 0, longest)
         head.config = replace(head.config, trained_positions=longest)
-    tokens, learned = counts(data, train)
+    tokens, learned = count_tokens(data, train)
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
@@ -307,11 +307,10 @@ def begun_with_bias(output: Path) -> bool:
     return path.is_file() and FC_BIAS_KEY in read_checkpoint(path, "head")["head"]
 
 
-def counts(data: Features, numbers: Sequence[int]) -> tuple[int, int]:
+def count_tokens(data: Features, numbers: Sequence[int]) -> tuple[int, int]:
     """Count the tokens of these examples, and those that are learned."""
-    return sum(len(data.tokens[number]) for number in numbers), sum(
-        int(data.learn[number].sum()) for number in numbers
-    )
+    learned = sum(int(data.learn[number].sum()) for number in numbers)
+    return sum(len(data.tokens[number]) for number in numbers), learned
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> None:
         *compare_target(args.base_model, targets),
     ):
         logger.warning("not compared: %s", unknown)
-    about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
-    card = Card(*about, args.custom_generate, own)
+    about = (args.base_model, args.license, args.data)
+    card = Card(*about, training, rows, table(rows), config, args.custom_generate, own)
     folder = write_repository(args.head, card, args.repo_id, output)
     if warning := bias_warning(folder):
         logger.warning(warning)
@@ -89,7 +89,3 @@ def run(args: argparse.Namespace) -> None:
         for command in card.commands():
             logger.info("the card shows: %s", command)
     say(folder if args.dry_run else push(folder, args.repo_id, args.private))
-
-
-if __name__ == "__main__":
-    main()

@@ -123,7 +123,3 @@ def format_head(folder: Path, record: dict[str, object]) -> str:
         f"{100 * record['draft_vocab_size'] / record['vocab_size']:.1f} % of the target's "
         f"{record['vocab_size']:,} rows"
     )
-
-
-if __name__ == "__main__":
-    main()

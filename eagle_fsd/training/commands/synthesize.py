@@ -191,7 +191,3 @@ def require_prompts(prompts: Sequence[str]) -> None:
             "no prompt is left to answer: each shares eight words in a row with a file of --exclude, or is "
             "one of the target's own that did not end; give other --prompts, or more --self-prompts"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -158,7 +158,3 @@ def check(args: argparse.Namespace) -> None:
     if not (args.functions or args.gsm8k or args.pairs):
         raise ValueError("no source: give --functions, --gsm8k or --pairs")
     require_file("--output", args.output)
-
-
-if __name__ == "__main__":
-    main()

@@ -177,7 +177,7 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
     earlier = refuse_other_folder(folder, head)
     weights = find_head_file(head, str(head))
     files = [weights, head / VOCABULARY_NAME]
-    config = read_config(head, "draft head")
+    config = dict(card.config)
     if kind_by_config(config) != EAGLE3:
         config |= bias_flags(weights)
     text = card.text(repo_id)
