@@ -101,9 +101,9 @@ class Trainer:
         """
         sample = data.read(numbers[:SAMPLE])
         self.eagle3 = isinstance(head, Eagle3Head)
-        width, wanted = sample[0].inputs.shape[1], head.config.hidden_size
+        width, wanted, best = sample[0].inputs.shape[1], head.config.hidden_size, None
         if isinstance(head, Eagle3Head):
-            wanted = head.config.fc_inputs
+            wanted, best = head.config.fc_inputs, best_drafted(head)
         if width != wanted or sample[0].features.shape[1] != embedding.shape[1]:
             raise ValueError(
                 f"features are {width} wide, head {wanted}, embedding {embedding.shape[1]}; "
@@ -113,7 +113,6 @@ class Trainer:
         self.device = self.accelerator.device
         self.data, self.numbers, self.config = data, list(numbers), config
         self.embedding, self.readout = embedding.to(self.device), readout.to(self.device)
-        best = best_drafted(head) if isinstance(head, Eagle3Head) else None
         self.held_out = hold_out(held_out, self.readout, device=self.device, best=best)
         self.common = common.cpu()  # where batches are made
         self.folder = Path(folder)

@@ -23,7 +23,6 @@ from accelerate import PartialState
 from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.evaluation.cli import plain_parser
-from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
@@ -73,7 +72,8 @@ def run(args: argparse.Namespace) -> None:
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
     pack_linears(model)
-    target, identity = TargetModel(model), target_identity(source.name, model)
+    target = TargetModel(model)
+    identity = target.identity(source.name)
     read = read_examples(args, tokenizer, source.name, target.max_positions)
     files = {args.output / name: examples for name, examples in read.items()}
     taps = choose_taps(target, args.taps) if args.eagle3 else ()

@@ -17,7 +17,6 @@ from pathlib import Path
 from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.evaluation.cli import plain_parser, say
-from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.hub.head_digest import WEIGHTS, head_digests
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"draft head {found.name!r} has no fc.bias: there is nothing to fold; use it as it is"
         )
-    data = StoredFeatures(args.shards, target_identity(source.name, model))
+    data = StoredFeatures(args.shards, target.identity(source.name))
     rest, held = split_held_out(len(data.tokens), args.held_out, 0, counts[0])
     embedding, readout = model.get_input_embeddings().weight.detach(), Readout.from_target(target)
     sequences = (one for number in rest for one in data.read([number]))

@@ -178,7 +178,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     if size is not None:
         require_size(size, always_drafted(target, tokenizer), target.vocab_size)
     head = starting_head(args, target, tokenizer, start)
-    if args.init_head is not None and args.intermediate_size is not None:
+    if start is not None and args.intermediate_size is not None:
         widen(head, args.intermediate_size, config.seed)
     taps = head.config.taps if isinstance(head, Eagle3Head) else ()
     if head is None:
@@ -192,33 +192,35 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         data = sources.stored(target, source.name, root, accelerator, taps)
     longest = max(len(tokens) for tokens in data.tokens)
     rest, held = split_held_out(len(data.tokens), args.held_out, config.seed, sources.counts[0])
-    train = without_copies(rest, held, data.tokens)
+    numbers = without_copies(rest, held, data.tokens)
     embedding = model.get_input_embeddings().weight.detach().clone()
     readout = Readout.from_target(target)
     if size is not None:
-        often = learned_tokens(((data.tokens[one], data.learn[one]) for one in train), target, tokenizer)
+        often = learned_tokens(((data.tokens[one], data.learn[one]) for one in numbers), target, tokenizer)
         drafted = often.best(size)
         share = 100 * often.coverage(drafted)
         logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
     if head is None:
-        head = new_head(target, taps, drafted, args.seed, args.intermediate_size)
+        head = new_head(target, taps, drafted, config.seed, args.intermediate_size)
         make_trainable(head)
     if isinstance(head, Eagle3Head):
         require_window(head, longest)
         keep = torch.arange(target.vocab_size) if head.draft_tokens is None else head.draft_tokens
     else:
-        texts = [data.tokens[number] for number in train]
+        texts = [data.tokens[number] for number in numbers]
         keep = softmax_tokens(texts, target.vocab_size, args.softmax_tokens, always_drafted(target))
-    if args.init_head is None or head.config.trained_positions:  # else it stays unknown
-        longest = max(head.config.trained_positions or 0, longest)
-        head.config = replace(head.config, trained_positions=longest)
-    tokens, learned = count_tokens(data, train)
+    before = head.config.trained_positions
+    if start is None or before:  # else it stays unknown
+        head.config = replace(head.config, trained_positions=max(before or 0, longest))
+    tokens, learned = count_tokens(data, numbers)
     logger.info(
-        "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
+        "%d sequences, %d tokens, %d learned; softmax over %d", len(numbers), tokens, learned, len(keep)
     )
     held_out, layers, digest = data.read(held), target.config.num_hidden_layers, target_digest(source, target)
     del model, target
-    trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
+    trainer = Trainer(
+        head, data, numbers, held_out, embedding, readout, keep, config, args.output, accelerator
+    )
     accelerator.init_trackers("eagle_fsd", flatten(trainer.identity["config"]))
     trainer.run()
     end_together(accelerator)
@@ -227,7 +229,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         record = {
             "base_model": source.name,
             TRAINED_FOR: digest,
-            "sequences": len(train),
+            "sequences": len(numbers),
             "tokens": tokens,
             "learned_tokens": learned,
             "softmax_tokens": len(keep),

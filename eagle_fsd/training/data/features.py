@@ -110,8 +110,8 @@ class Cost:
 class Extraction:
     """Writes the features of examples into folders of shards.
 
-    base_model: the target's decoder, and target: who that is (see target_identity). dtype: how features are
-    stored. taps: those that are stored beside the features; each takes as much disk as these.
+    base_model: the target's decoder, and target: who that is (see TargetModel.identity). dtype: how features
+    are stored. taps: those that are stored beside the features; each takes as much disk as these.
     """
 
     base_model: nn.Module

@@ -76,9 +76,9 @@ class StoredFeatures:
     ) -> None:
         """Index the shards.
 
-        target: see target_identity. A field that it lacks is not compared. taps: those to read beside the
-        features. Shards may hold taps that are not asked for. Raises ValueError for a folder without shards,
-        of another target, with other taps, or damaged.
+        target: see TargetModel.identity. A field that it lacks is not compared. taps: those to read beside
+        the features. Shards may hold taps that are not asked for. Raises ValueError for a folder without
+        shards, of another target, with other taps, or damaged.
         """
         self.names = ("features", "taps") if taps else ("features",)
         self.tokens: list[Tensor] = []

@@ -11,7 +11,6 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import require_held_out
 from eagle_fsd.training.data.examples import Example
@@ -61,7 +60,7 @@ class Sources:
 
         The accelerator's processes divide the shards.
         """
-        identity = target_identity(target_name, target.model)
+        identity = target.identity(target_name)
         for folder in self.shards:
             finished_shards(folder, identity, taps)  # those of another target, before hours of computing
         folders = {root / name: examples for name, examples in self.files.items()}
