@@ -119,7 +119,7 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     # A merged table has all columns, most of them null.
     found = first_known(words, record.get("question"), first, instruction_of(record))
     if found is None:
-        found = next((words_of(turn) for turn in turns_of(record) if asks(turn)), None)
+        found = next((words_of(turn) for turn in chat_turns(record) if asks(turn)), None)
         found = joined_parts(found)
     return found if isinstance(found, str) else None
 
@@ -149,11 +149,11 @@ def joined_parts(words: Any) -> Any:
 
 def says_more(record: Mapping[str, Any]) -> bool:
     """Return whether a row is a chat with a system message, or with further turns of the user."""
-    turns = turns_of(record)
+    turns = chat_turns(record)
     return "system" in map(speaker_of, turns) or sum(map(asks, turns)) > 1
 
 
-def turns_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def chat_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the turns of a row that is a chat, none of any other."""
     prompt = record.get("prompt")
     chat = first_known(

@@ -68,22 +68,28 @@ class TrainConfig:
                 )
 
 
+@torch.no_grad()
 def initialise(head: DraftHead, seed: int, embedding: Tensor) -> None:
     """Set a head's initial weights so that it passes the feature through: `fc` is the identity on it.
 
-    A random `fc` hardly learns. The embedding half of `fc` and all other matrices start as small noise, as in
-    Llama. The noise of the embedding half is divided by the size of the target's embedding [V, d].
+    A random `fc` hardly learns. The embedding half of `fc` and all other matrices start as small noise. The
+    noise of the embedding half is divided by the size of the target's embedding [V, d].
     """
+    fill_with_noise(head, seed)
+    width = head.config.hidden_size
+    head.fc.weight[:, :width] /= max(root_mean_square(embedding.flatten()).item(), 1e-6)
+    head.fc.weight[:, width:] = torch.eye(width)
+
+
+@torch.no_grad()
+def fill_with_noise(head: Head, seed: int) -> None:
+    """Fill a head's matrices with small noise, as in Llama, and its biases with zeros."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-            elif name.endswith("bias"):
-                parameter.zero_()
-        width = head.config.hidden_size
-        head.fc.weight[:, :width] /= max(root_mean_square(embedding.flatten()).item(), 1e-6)
-        head.fc.weight[:, width:] = torch.eye(width)
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        elif name.endswith("bias"):
+            parameter.zero_()
 
 
 def widen(head: Head, size: int, seed: int) -> None:

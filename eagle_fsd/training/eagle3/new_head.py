@@ -11,6 +11,7 @@ from eagle_fsd.drafting.eagle3.config import Eagle3Config, usual_taps
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.schedule import fill_with_noise
 
 LARGEST_VOCABULARY = 32_000  # drafted tokens of a new head, unless it is told otherwise
 # At full size a new head is sure of wrong tokens, and takes a tenth of a short run to unlearn that: after 25
@@ -41,6 +42,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return usual if layers < 3 or sorted(set(usual)) == list(usual) else (low, low + 1, low + 2)
 
 
+@torch.no_grad()
 def new_head(
     target: TargetModel, taps: Sequence[int], drafted: Tensor | None, seed: int, inner: int | None = None
 ) -> Eagle3Head:
@@ -48,7 +50,7 @@ def new_head(
 
     Its layer has the shape of the target's, but for `inner` units of its MLP if they are given. It begins as
     a reader of the highest tap: `fc` passes that tap on, `norm` is the target's, `lm_head` is the target's
-    times START, and everything else is small noise, as in Llama.
+    times START, and everything else is small noise.
     """
     drafted = None if drafted is None or len(drafted) == target.vocab_size else drafted.sort().values
     shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
@@ -67,17 +69,12 @@ def new_head(
         ),
         drafted,
     )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-        width = shape.hidden_size
-        head.fc.weight[:, -width:] = torch.eye(width)
-        head.norm.weight.copy_(last_norm(target))
-        rows = target.lm_head.weight if drafted is None else target.lm_head.weight[drafted]
-        # The draft's logits get no transform: the target's scale goes into the rows.
-        head.lm_head.weight.copy_(rows.float() * target.logits_transform.scale * START)
+    fill_with_noise(head, seed)
+    head.fc.weight[:, -shape.hidden_size :] = torch.eye(shape.hidden_size)
+    head.norm.weight.copy_(last_norm(target))
+    rows = target.lm_head.weight if drafted is None else target.lm_head.weight[drafted]
+    # The draft's logits get no transform: the target's scale goes into the rows.
+    head.lm_head.weight.copy_(rows.float() * target.logits_transform.scale * START)
     return head
 
 
