@@ -16,15 +16,16 @@ from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 
 # Options that Hugging Face's `generate` cannot serve: they need this package's own decoding loop.
-STEPPED = ("eos_token_id", "observer", "logprobs", "stop_strings", *FORMS)
+STEPPED = ("eos_token_id", "observer", "logprobs", *FORMS)
 
 
 def run_alone(
     target: TargetModel, input_ids: Tensor, options: GenerationOptions, prompts: Prompts, pad_token_id: int
 ) -> GenerationOutput:
     """Run the target alone on prompts; see EagleFSD.target_alone. Raises ValueError for what it cannot do."""
-    for name in STEPPED:
-        if getattr(options, name) is not None:
+    asked = {name: getattr(options, name) for name in STEPPED} | {"stop_strings": options.stops or None}
+    for name, value in asked.items():
+        if value is not None:
             raise ValueError(
                 f"{name} is not supported for the target alone: Hugging Face's generate decodes there, with "
                 "the model's own end tokens and without steps; leave it out"

@@ -144,6 +144,13 @@ def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
         engine().target_alone(prompts_of([5]), max_new_tokens=3, eos_token_id=4)
 
 
+@pytest.mark.parametrize("none", [[], "", None])
+def test_the_target_alone_takes_no_stop_strings_and_a_list_of_none(none: object) -> None:
+    assert len(engine().target_alone(prompts_of([5]), max_new_tokens=3, stop_strings=none).new_tokens) == 1
+    with pytest.raises(ValueError, match="stop_strings is not supported for the target alone"):
+        engine().target_alone(prompts_of([5]), max_new_tokens=3, stop_strings=["a"])
+
+
 def test_flags_become_options() -> None:
     """Every rule's flags reach its fields; fields that are not given keep the rule's defaults."""
     parse = build_parser().parse_args
