@@ -574,6 +574,10 @@ def test_template_arguments_reach_the_template(model: ScriptedModel, capsys: pyt
         (["--chat-template-args", "[]", "x"], "'[]' is no JSON object"),
         (["--chat-template-args", "[" * 100_000, "x"], "is no JSON: maximum recursion depth"),
         (["--chat-template-args", '{"tokenize": false}', "x"], "tokenize is no argument of a chat template"),
+        (
+            ["--chat-template-args", '{"messages": []}', "x"],
+            "--chat-template-args: messages is no",
+        ),
         (["--chat-template-args", '{"a": 1}', "--raw", "x"], "--chat-template-args with --raw"),
         (["--logprobs", "2", "x"], "--logprobs without --json"),
         (["--logit-bias", "x", "x"], "'x' is not ID=X"),

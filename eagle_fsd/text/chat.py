@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-# What apply_chat_template takes beside the template's own arguments.
+# What apply_chat_template takes or gives to the template beside the arguments that a user may choose.
 OWN_ARGUMENTS = {
-    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("conversation", "conversations", "messages", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 # What a chat template may end with where its arguments are not what it expects.
 REFUSALS = (
@@ -44,7 +44,7 @@ def encode(
 ) -> Tensor:
     """Return the token ids [1, n] of a prompt, as a chat that waits for its answer, or raw.
 
-    template: arguments of the chat template; see `encode_chat`.
+    template: arguments of the chat template; see `require_template`.
     """
     tokenizer = require_tokenizer(tokenizer)
     require_utf8(ASKED, prompt + (system or ""))
@@ -81,6 +81,19 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTo
     return tokenizer
 
 
+def require_template(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a chat template, such as enable_thinking, tools or documents.
+
+    Raises ValueError for one that is not the user's to choose.
+    """
+    if own := OWN_ARGUMENTS.intersection(arguments):
+        raise ValueError(
+            f"{min(own)} is no argument of a chat template that can be chosen: the answer's form depends on "
+            "it; leave it out"
+        )
+    return arguments
+
+
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase | None,
     messages: Sequence[Mapping[str, str]],
@@ -88,15 +101,10 @@ def encode_chat(
 ) -> Tensor:
     """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer.
 
-    template: arguments of the model's chat template, such as enable_thinking, tools or documents. Raises
-    ValueError for those that are this function's own, and ChatRefused for what the template does not take.
+    template: arguments of the chat template; see `require_template`. Raises ValueError without a tokenizer,
+    and ChatRefused for what the template does not take.
     """
     tokenizer = require_tokenizer(tokenizer)
-    if own := OWN_ARGUMENTS.intersection(template or ()):
-        raise ValueError(
-            f"{min(own)} is no argument of a chat template that can be chosen: the answer's form depends on "
-            "it; leave it out"
-        )
     if not tokenizer.chat_template:
         raise ChatRefused("the target's tokenizer has no chat template", "choose one that has one")
     try:

@@ -124,7 +124,7 @@ def add_template_flag(group: argparse._ActionsContainer) -> None:
     """Add the flag for arguments of the chat template."""
     group.add_argument(
         "--chat-template-args",
-        type=parse_object,
+        type=parse_template,
         default={},
         metavar="JSON",
         help='arguments of the chat template, such as {"enable_thinking": false}, or tools and documents',
@@ -158,6 +158,16 @@ def parse_object(text: str) -> dict[str, Any]:
         example = '{"enable_thinking": false}'
         raise argparse.ArgumentTypeError(f"{format_value(text)} is no JSON object, such as {example}")
     return found
+
+
+def parse_template(text: str) -> dict[str, Any]:
+    """Return arguments of the chat template, written as a JSON object; an argparse type."""
+    from eagle_fsd.text.chat import require_template
+
+    try:
+        return require_template(parse_object(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse_schema(text: str) -> dict[str, Any]:
