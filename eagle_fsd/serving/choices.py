@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -265,7 +266,7 @@ def requested_rule(
 
 def token_of(key: str) -> int:
     """Return the token id that a key of logit_bias is. Raises ValueError if it is none."""
-    if not key.isdecimal() or not key.isascii() or len(key) > 18:
+    if re.fullmatch("0|[1-9][0-9]{0,17}", key) is None:  # one way to write each, so that none comes twice
         raise ValueError(
             f'logit_bias has the key {format_value(key)}: it must be a token id, such as "42"; fix it'
         )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from eagle_fsd.core.checks import find_half_character, format_value, one_line
 from eagle_fsd.serving.choices import Chooser
 from eagle_fsd.serving.errors import ApiError, wrong_value
-from eagle_fsd.serving.requests.completions import CompletionRequest, TokenizeRequest
-from eagle_fsd.serving.requests.generation import Chat
+from eagle_fsd.serving.requests.completions import CompletionRequest
+from eagle_fsd.serving.requests.generation import Chat, Templated
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
 from eagle_fsd.text.chat import ChatRefused, encode, encode_chat, require_tokenizer
 
@@ -51,7 +51,7 @@ class PromptReader:
             self.choose.require_prompt(prompt, body.source)
         return prompts
 
-    def chat_ids(self, body: Chat | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
+    def chat_ids(self, body: Templated, tools: ToolPlan | None = None) -> list[int]:
         turns, arguments = turns_of(body.turns, tools, self.choose.calls)
         parts: dict[str, Any] = {
             "instructions": getattr(body, "instructions", None),
@@ -62,7 +62,7 @@ class PromptReader:
             for text in texts_in(part):
                 require_unicode(text, name)
 
-        def written(asked: Chat | TokenizeRequest) -> list[int]:
+        def written(asked: Templated) -> list[int]:
             with self._encoding:
                 return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
 
@@ -90,9 +90,7 @@ class PromptReader:
             return self.tokenizer.encode(prompt, add_special_tokens=False)
 
 
-def field_at_fault(
-    body: Chat | TokenizeRequest, written: Callable[[Chat | TokenizeRequest], object]
-) -> str | None:
+def field_at_fault(body: Templated, written: Callable[[Templated], object]) -> str | None:
     """Return the field without which a chat that was refused can be written; None if there is no such one."""
     for name, nothing in TEMPLATE_FIELDS.items():
         if getattr(body, name, nothing) != nothing:

@@ -15,10 +15,12 @@ from pydantic import ValidationError
 from eagle_fsd import AutoThreshold, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical
 from eagle_fsd.acceptance.other_rules import Cactus, PublishedFSD
 from eagle_fsd.acceptance.rule_names import RULES
+from eagle_fsd.core.config import Form
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
 from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.serving.requests.completions import ChatRequest, CompletionRequest
+from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.requests.unsupported import UNSUPPORTED, WITHOUT_EFFECT, Unsupported
 from eagle_fsd.serving.tools.plan import turns_of
 from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat
@@ -313,3 +315,13 @@ def test_a_prompt_leaves_room_for_a_token(said: int | None, most: int) -> None:
         choose.require_prompt([8] * (most + 1), "prompt")
     with pytest.raises(ApiError, match="prompt has the token 9: ids go from 0 to 8"):
         choose.require_prompt([9], "prompt")
+
+
+def test_a_form_that_asks_for_any_text_stands_beside_another() -> None:
+    """In both kinds of chats, and under the name of the field that asks for one."""
+    beside = {"structured_outputs": {"regex": "a"}}
+    response = ResponsesRequest.model_validate({"input": "x", "text": {"format": {"type": "text"}}, **beside})
+    for one in (response, chat(response_format={"type": "text"}, **beside)):
+        assert one.form == Form("regex", "a") and one.form_name == "structured_outputs"
+    assert chat(response_format={"type": "text"}).form_name is None
+    assert chat(response_format={"type": "json_object"}).form_name == "response_format"

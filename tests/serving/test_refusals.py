@@ -21,7 +21,12 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.prompts import PromptReader
-from eagle_fsd.serving.requests.completions import ChatRequest, DetokenizeRequest, TokenizeRequest
+from eagle_fsd.serving.requests.completions import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.text.chat import encode_chat
 
@@ -175,6 +180,7 @@ def test_a_long_value_is_cut_in_its_error(client: TestClient, body: Any) -> None
 
 
 MANY: Any = [{}] * 1000
+UNKNOWN: Any = dict.fromkeys(map(str, range(1000)), "x")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +195,11 @@ MANY: Any = [{}] * 1000
         (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_text"}] * 1000}]}),
         (ResponsesRequest, {"input": "Hi", "tools": [{"type": "function"}] * 1000}),
         (ResponsesRequest, {"input": "Hi", "include": MANY}),
+        (ChatRequest, {"messages": CHAT, **UNKNOWN}),
+        (ChatRequest, {"messages": CHAT, "tools": [{"type": "function", "function": UNKNOWN}]}),
+        (ChatRequest, {"messages": CHAT, "logit_bias": UNKNOWN | {f"{name}0": "x" for name in UNKNOWN}}),
+        (ChatRequest, {"messages": CHAT, "stop": [""] * 1000}),
+        (ResponsesRequest, {"input": "Hi", "metadata": dict.fromkeys(UNKNOWN, 1)}),
     ],
 )
 def test_of_many_parts_that_are_wrong_the_first_is_looked_at(kind: type[BaseModel], body: Any) -> None:
@@ -196,6 +207,27 @@ def test_of_many_parts_that_are_wrong_the_first_is_looked_at(kind: type[BaseMode
     with pytest.raises(ValidationError) as found:
         kind.model_validate(body)
     assert found.value.error_count() <= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (ChatRequest, {"messages": CHAT * 8200}, "messages"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 8200}]}, "messages"),
+        (ChatRequest, {"messages": CHAT, "tools": [FUNCTION] * 8200}, "tools"),
+        (TokenizeRequest, {"messages": CHAT * 8200}, "messages"),
+        (CompletionRequest, {"prompt": [[1]] * 8200}, "prompt"),
+        (ResponsesRequest, {"input": CHAT * 8200}, "input"),
+    ],
+)  # fmt: skip
+def test_a_field_has_a_bounded_number_of_parts(kind: type[BaseModel], body: Any, field: str) -> None:
+    """To check a body of very many small messages held up all streams for a second."""
+    with pytest.raises(ValidationError, match=f"{field} has more than 8192 lists and objects: send fewer"):
+        kind.model_validate(body)
+
+
+def test_a_chat_of_eight_thousand_messages_is_read() -> None:
+    assert len(ChatRequest.model_validate({"messages": CHAT[:1] * 8000}).messages) == 8000
 
 
 def test_a_long_path_is_cut_in_its_error(client: TestClient) -> None:

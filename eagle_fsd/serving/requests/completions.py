@@ -9,23 +9,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.requests.generation import (
-    MOST_LOGPROBS,
-    Body,
-    Chat,
-    Decoding,
-    Template,
-)
+from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Body, Chat, Decoding, Templated
 from eagle_fsd.serving.tools.fields import (
     Function,
     Message,
     Messages,
     NamedTool,
+    ResponseFormat,
     Strict,
     ToolChoice,
     Tools,
-    WantedFormat,
 )
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 def require_prompt(value: Any) -> Any:
@@ -61,30 +58,22 @@ class StreamOptions(Strict):
 class Generation(Decoding):
     """The fields that chats and plain completions share.
 
-    response_format: what form the text has, in place of structured_outputs. timings_per_token: every chunk
-    of a stream says how fast it was so far. return_token_origins: see Decoding.wants_origins.
+    timings_per_token: every chunk of a stream says how fast it was so far. return_token_origins: see
+    Decoding.wants_origins.
     """
+
+    form_field: ClassVar[str] = "response_format"
 
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1)
     stream_options: StreamOptions = StreamOptions()
-    response_format: WantedFormat = None
+    response_format: ResponseFormat | None = None
     timings_per_token: bool = False
     return_token_origins: bool = False
 
-    @model_validator(mode="after")
-    def require_one_form(self) -> Generation:
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("structured_outputs beside response_format: a text has one form; leave one out")
-        return self
-
     @property
-    def form_name(self) -> str | None:
-        return super().form_name if self.response_format is None else "response_format"
-
-    @property
-    def form(self) -> Form | None:
-        return super().form if self.response_format is None else self.response_format.form
+    def own_form(self) -> Form | None:
+        return None if self.response_format is None else self.response_format.form
 
     @property
     def limit(self) -> int | None:
@@ -141,7 +130,7 @@ class ChatRequest(Chat, Generation):
 
     @property
     def template(self) -> dict[str, Any]:
-        return {**self.chat_template_kwargs, **({"documents": self.documents} if self.documents else {})}
+        return {**super().template, **({"documents": self.documents} if self.documents else {})}
 
     @property
     def limit(self) -> int | None:
@@ -152,7 +141,7 @@ class CompletionRequest(Generation):
     """POST /v1/completions. prompt: a text, several, token ids, or several lists of them."""
 
     source: ClassVar[str] = "prompt"
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(require_prompt)]
+    prompt: Annotated[str | Texts | Ids | list[Ids], BeforeValidator(require_prompt)]
     logprobs: Annotated[int | None, BeforeValidator(none_if_false)] = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property
@@ -166,7 +155,7 @@ class CompletionRequest(Generation):
         return [prompt] if alone else list(prompt)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """POST /tokenize: the token ids of a text, or of a chat that waits for its answer."""
 
     source: ClassVar[str] = "messages"
@@ -174,16 +163,10 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    chat_template_kwargs: Template = {}
 
     @property
     def turns(self) -> Sequence[Message]:
         return self.messages or ()
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """The arguments of the chat template."""
-        return self.chat_template_kwargs
 
     @model_validator(mode="after")
     def require_one_source(self) -> TokenizeRequest:
@@ -196,4 +179,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize: the text of token ids."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Ids

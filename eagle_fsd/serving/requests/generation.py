@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,15 +28,15 @@ from eagle_fsd.serving.requests.unsupported import (
     drop_what_asks_for_nothing,
 )
 from eagle_fsd.serving.tools.fields import (
-    DEEPEST,
     Function,
     Message,
     OrText,
     Strict,
     StructuredOutputs,
-    is_too_deep,
+    at_most,
+    excess_of,
 )
-from eagle_fsd.text.chat import OWN_ARGUMENTS
+from eagle_fsd.text.chat import require_template
 
 MOST_STOPS, LONGEST_STOP = 16, 200
 MOST_IDS = 1024  # entries of a list of tokens or words: each costs time in every step
@@ -67,14 +68,6 @@ def require_threshold(value: Any, _check: Any) -> Any:
     )
 
 
-def require_template(value: Any) -> Any:
-    if own := OWN_ARGUMENTS.intersection(value):
-        raise ValueError(
-            f"chat_template_kwargs has {min(own)}, which is no argument of a template: leave it out"
-        )
-    return value
-
-
 Template = Annotated[dict[str, Any], AfterValidator(require_template)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
@@ -84,10 +77,10 @@ class Body(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def require_few_levels(cls, data: Any) -> Any:
+    def require_modest_fields(cls, data: Any) -> Any:
         for name, value in data.items() if isinstance(data, Mapping) else ():
-            if name in cls.model_fields and is_too_deep(value):
-                raise ValueError(f"{name} has more than {DEEPEST} levels of JSON: send fewer")
+            if name in cls.model_fields and (excess := excess_of(value)):
+                raise ValueError(f"{name} has {excess}: send fewer")
         return data
 
 
@@ -98,10 +91,12 @@ class Decoding(Body):
     threshold, divergence, rule, quality_budget: how far a text may be from the target's, see choices.py.
     structured_outputs: what form the text has. ignore_eos: end tokens do not end a text.
 
-    source: the field that has the prompt. unsupported, without_effect: see requests/unsupported.py.
+    source: the field that has the prompt. form_field: the one that says what form the text has, in place of
+    structured_outputs. unsupported, without_effect: see requests/unsupported.py.
     """
 
     source: ClassVar[str]
+    form_field: ClassVar[str]
     unsupported: ClassVar[Table] = UNSUPPORTED
     without_effect: ClassVar[Sequence[str]] = WITHOUT_EFFECT
 
@@ -114,13 +109,13 @@ class Decoding(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_IDS)] = {}
+    logit_bias: Annotated[dict[str, float], at_most(MOST_IDS)] = {}
     bad_words: Annotated[list[Stop], Field(max_length=MOST_IDS)] = []
     suppress_tokens: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     min_tokens: int | None = None
     seed: int | None = Field(None, ge=0, lt=SEEDS)
-    stop: Annotated[list[Stop], BeforeValidator(as_stops), Field(max_length=MOST_STOPS), OrText()] = []
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(as_stops), OrText()] = []
     stream: bool = False
     threshold: Annotated[float | str | None, WrapValidator(require_threshold)] = None
     divergence: str | None = Field(None, max_length=200)
@@ -140,20 +135,35 @@ class Decoding(Body):
             raise ValueError("stream_options is for streams: leave it out, or set stream to true")
         return self
 
+    @model_validator(mode="after")
+    def require_one_form(self) -> Decoding:
+        if self.structured_outputs is not None and self.own_form is not None:
+            raise ValueError(
+                f"structured_outputs beside {self.form_field}: a text has one form; leave one out"
+            )
+        return self
+
+    @property
+    @abstractmethod
+    def own_form(self) -> Form | None:
+        """The form that `form_field` says."""
+
     @property
     def form_name(self) -> str | None:
         """The field that says what form the text has; None: it may have any."""
-        return None if self.structured_outputs is None else "structured_outputs"
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return None if self.own_form is None else self.form_field
 
     @property
     def form(self) -> Form | None:
         """What form the text has."""
-        return None if self.structured_outputs is None else self.structured_outputs.form
+        return self.own_form if self.structured_outputs is None else self.structured_outputs.form
 
     @property
+    @abstractmethod
     def limit(self) -> int | None:
         """The most new tokens of a text."""
-        raise NotImplementedError
 
     @property
     def count(self) -> int:
@@ -166,41 +176,47 @@ class Decoding(Body):
         return False
 
     @property
+    @abstractmethod
     def top_tokens(self) -> int | None:
         """How many likeliest tokens are reported beside each token; None: no log-probabilities at all."""
-        return None
 
 
-class Chat(Decoding):
-    """A request for the next turn of a chat. chat_template_kwargs: for the model's chat template.
+class Templated(Body):
+    """What the model's chat template writes. chat_template_kwargs: for it. source: the field of the turns."""
 
-    parallel_tool_calls: see tools/plan.py, and so for the functions, and whether and which of them is called.
-    """
-
+    source: ClassVar[str]
     chat_template_kwargs: Template = {}
-    parallel_tool_calls: bool | None = None
 
     @property
+    @abstractmethod
     def turns(self) -> Sequence[Message]:
         """What was said so far."""
-        raise NotImplementedError
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        """What may be called."""
-        raise NotImplementedError
-
-    @property
-    def called(self) -> str | None:
-        """The function that is called in any case, if one is named."""
-        raise NotImplementedError
-
-    @property
-    def call_choice(self) -> Literal["none", "auto", "required"] | None:
-        """Whether functions are called; None: the request does not say."""
-        raise NotImplementedError
 
     @property
     def template(self) -> dict[str, Any]:
         """The arguments of the chat template."""
         return self.chat_template_kwargs
+
+
+class Chat(Templated, Decoding):
+    """A request for the next turn of a chat.
+
+    parallel_tool_calls: see tools/plan.py, and so for the functions, and whether and which of them is called.
+    """
+
+    parallel_tool_calls: bool | None = None
+
+    @property
+    @abstractmethod
+    def functions(self) -> Sequence[Function]:
+        """What may be called."""
+
+    @property
+    @abstractmethod
+    def called(self) -> str | None:
+        """The function that is called in any case, if one is named."""
+
+    @property
+    @abstractmethod
+    def call_choice(self) -> Literal["none", "auto", "required"] | None:
+        """Whether functions are called; None: the request does not say."""

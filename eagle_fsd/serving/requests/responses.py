@@ -24,6 +24,7 @@ from eagle_fsd.serving.tools.fields import (
     FunctionName,
     Message,
     Strict,
+    at_most,
     require_different_names,
 )
 
@@ -103,7 +104,7 @@ class ResponseStreamOptions(Strict):
 
 Metadata = Annotated[  # OpenAI's limits
     dict[str, Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
+    at_most(16),
     AfterValidator(require_short_names),
 ]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
@@ -119,6 +120,7 @@ class ResponsesRequest(Chat):
     """
 
     source: ClassVar[str] = "input"
+    form_field: ClassVar[str] = "text.format"
     unsupported: ClassVar[Table] = UNSUPPORTED_RESPONSES
     without_effect: ClassVar[Sequence[str]] = WITHOUT_EFFECT_RESPONSES
 
@@ -143,8 +145,6 @@ class ResponsesRequest(Chat):
                 f"include has {LOGPROBS} beside tools: tokens of calls have none; leave one out, or set "
                 "tool_choice to none"
             )
-        if self.text.format is not None and self.structured_outputs is not None:
-            raise ValueError("structured_outputs beside text.format: a text has one form; leave one out")
         return self
 
     @cached_property
@@ -170,13 +170,8 @@ class ResponsesRequest(Chat):
         return "required" if isinstance(self.tool_choice, CalledTool) else self.tool_choice
 
     @property
-    def form_name(self) -> str | None:
-        asked = self.text.format is not None and self.text.format.form is not None
-        return "text.format" if asked else super().form_name
-
-    @property
-    def form(self) -> Form | None:
-        return super().form if self.text.format is None else self.text.format.form
+    def own_form(self) -> Form | None:
+        return None if self.text.format is None else self.text.format.form
 
     @property
     def limit(self) -> int | None:

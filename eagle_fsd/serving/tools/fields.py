@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -26,19 +27,37 @@ MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 ANY_OBJECT = {"type": "object"}
 DEEPEST = 100  # levels of JSON: templates and encoders call themselves at each, and schemas have some tens
+MOST_PARTS = 8192  # lists and objects in a field: to check so many messages holds up all streams for 0.2 s
 
 
-def is_too_deep(value: object) -> bool:
-    """Whether this JSON value has more than DEEPEST levels of lists and objects."""
+def excess_of(value: object) -> str | None:
+    """Return what a JSON value has too much of, as an error says it; None: it has neither too much."""
     level = [value] if isinstance(value, dict | list) else []
+    parts = 0
     for _ in range(DEEPEST):
+        parts += len(level)
+        if parts > MOST_PARTS:
+            return f"more than {MOST_PARTS} lists and objects"
         level = [
             inner
             for one in level
             for inner in (one.values() if isinstance(one, dict) else one)
             if isinstance(inner, dict | list)
         ]
-    return bool(level)
+    return f"more than {DEEPEST} levels of JSON" if level else None
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Return a validator that refuses an object with more fields before any of them is looked at."""
+
+    def require_few(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(
+                f"{info.field_name} has {len(value)} items: it may have at most {count} items; leave some out"
+            )
+        return value
+
+    return BeforeValidator(require_few)
 
 
 class Strict(BaseModel):
@@ -52,8 +71,16 @@ class Strict(BaseModel):
     def drop_what_says_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        said = {name: value for name, value in data.items() if value is not None}
-        return {name: value for name, value in said.items() if name not in cls.without_effect}
+        said = {
+            name: value
+            for name, value in data.items()
+            if value is not None and name not in cls.without_effect
+        }
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        # To refuse each of very many unknown fields would hold up all streams: the first one is enough.
+        for name in [name for name in said if name not in known][1:]:
+            del said[name]
+        return said
 
 
 class OrText:
@@ -118,14 +145,6 @@ class StructuredOutputs(Strict):
             return Form("grammar", "start: " + " | ".join(map(quoted, self.choice)))
         assert self.grammar is not None
         return Form("grammar", self.grammar)
-
-
-def none_for_text(value: Any) -> Any:
-    """Take {"type": "text"} as nothing."""
-    return None if value == {"type": "text"} else value
-
-
-WantedFormat = Annotated[ResponseFormat | None, BeforeValidator(none_for_text)]
 
 
 class Function(Strict):
@@ -198,8 +217,8 @@ class CalledFunction(Strict):
             ) from error
         if not isinstance(found, dict):
             raise ValueError("arguments must be the JSON of an object: send it as it came")
-        if is_too_deep(found):
-            raise ValueError(f"arguments have more than {DEEPEST} levels of JSON: send fewer")
+        if excess := excess_of(found):
+            raise ValueError(f"arguments have {excess}: send fewer")
         return value
 
     @property
