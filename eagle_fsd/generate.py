@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
@@ -29,7 +29,7 @@ from eagle_fsd.cli.many_answers import answer_together
 from eagle_fsd.cli.mistakes import (
     UserError,
     end_line,
-    explain_lack_of_memory,
+    explain_steps,
     raise_user_errors,
     report_mistake,
     run_on_stdout,
@@ -38,7 +38,7 @@ from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_argu
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, load_model, measure_later
 from eagle_fsd.core.checks import (
-    INTERRUPTED,
+    EXIT_INTERRUPTED,
     defer_interrupt,
     on_ending_signals,
     report_interrupt,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eagle_fsd.decoding.options import GenerationOptions
-    from eagle_fsd.decoding.outputs import TokenStream
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
 
@@ -95,7 +94,7 @@ def answer_prompt(
         with (
             defer_interrupt(patient=model.target.ranks.several) as stop,
             end_line(out, lambda: bool(answer.token_ids) and not args.json),
-            contextlib.closing(run_steps(stream)) as steps,
+            contextlib.closing(explain_steps(iter(stream))) as steps,
         ):
             for token_ids in steps:
                 answer.token_ids += token_ids
@@ -119,16 +118,6 @@ def answer_prompt(
         except KeyboardInterrupt:
             answer.interrupted = True
     return answer
-
-
-def run_steps(stream: TokenStream) -> Iterator[list[int]]:
-    """Yield the tokens of each step. An error of the engine in the first step is the user's mistake."""
-    with raise_user_errors():
-        steps = iter(stream)
-        first = next(steps, [])
-    yield first
-    with explain_lack_of_memory():
-        yield from steps
 
 
 def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
@@ -241,7 +230,7 @@ def answer_prompts(
         if args.verbose and answer.memory is not None:
             tell(show_memory(answer.memory))
         if answer.interrupted:
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         more = number < len(prompts)
         try:
             with raise_user_errors():
@@ -254,7 +243,7 @@ def answer_prompts(
             with defer_interrupt() as stop:
                 adapter, _ = update_between(adapter)
             if stop.is_set():
-                return INTERRUPTED
+                return EXIT_INTERRUPTED
     return 0
 
 

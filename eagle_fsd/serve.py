@@ -25,7 +25,7 @@ from eagle_fsd.cli.flags.server import KEY_VARIABLE, add_server_flags, api_key, 
 from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, load_model
-from eagle_fsd.core.checks import INTERRUPTED
+from eagle_fsd.core.checks import EXIT_INTERRUPTED
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
@@ -71,11 +71,11 @@ def require_packages() -> None:
         )
 
 
-def check_arguments(args: argparse.Namespace) -> GenerationOptions:
-    """Check all flags and return the options of a request that says nothing."""
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that do not fit, as far as that shows without torch."""
+    check_early(args)
     check_server_flags(args)
     check_adaptation(args)
-    return generation_options(args)
 
 
 def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
@@ -161,10 +161,9 @@ def run(args: argparse.Namespace) -> int:
     """Check the arguments, load the model, serve until a signal comes, and return the exit code."""
     require_packages()
     with raise_user_errors():
-        check_early(args)
-        check_server_flags(args)
-        begin_early(args)  # threads that compile would be waited for at the end, even of a mistake
-        options = check_arguments(args)
+        check_arguments(args)  # threads that compile would be waited for at the end, even of a mistake
+        begin_early(args)
+        options = generation_options(args)
         ranks = join(args, "serve")
     leads = ranks is None or ranks.leads
     # Before the model is loaded, which takes long.
@@ -185,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 def load(
     args: argparse.Namespace, options: GenerationOptions, bound: str | None = None
 ) -> tuple[EagleFSD, Settings]:
-    """Load the model that the flags name, and settle how it is served. options: of `check_arguments`."""
+    """Load the model that the flags name, and settle how it is served. options: of `generation_options`."""
     with raise_user_errors():
         model = load_model(args)
         options = with_bad_words(options, args, model).with_defaults(
@@ -229,7 +228,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
         if model.target.ranks.several and server.service.worker.alive:
             sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
             leave(1)
-    return INTERRUPTED if server.hurried else 0
+    return EXIT_INTERRUPTED if server.hurried else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.cli.flags.processing import check_processing, processing_options
 from eagle_fsd.cli.flags.types import AUTO, DIVERGENCE_NAMES, NO_HEAD
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
     from eagle_fsd.decoding.options import GenerationOptions
 
-# Flags for the fields of the rules. A flag that is not given is None, so that the rule's default applies.
+# Flags for the fields of the rules; fuzzy_min_p is min_p there. A flag that is not given is None, so that the
+# rule's default applies.
 FUZZY_FLAGS = (  # beside its threshold
     "divergence", "mode", "child", "fuzzy_min_p", "max_overshoot", "min_gain", "price", "cost",
     "max_consecutive", "exact_prefix",
@@ -37,8 +38,6 @@ RULE_FLAGS = (
 
 # Flags whose names are not those of the engine's values.
 RENAMED = {"top_k of the tree": "tree_top_k", "stop_strings": "stop"}
-
-Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -62,14 +61,17 @@ def in_words_of_flags(args: argparse.Namespace, **renamed: str) -> Iterator[None
 def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     """Make the rule that the flags name.
 
-    Its fields have their defaults (threshold 0) unless given. Raises ValueError for a flag of another rule.
+    Its fields have their defaults (fuzzy: threshold 0) unless given. Raises ValueError for a flag of another
+    rule.
     """
     from eagle_fsd.acceptance.rule_names import RULES
 
     auto = asks_for_auto(args)
-    refuse_flags_of_others(args, AutoThreshold if auto else RULES[args.rule], auto)
+    rule: type[Any] = AutoThreshold if auto else RULES[args.rule]
+    refuse_flags_of_others(args, rule, auto)
+    usual = {"threshold": 0.0} if args.rule == "fuzzy" and not auto else {}
     with in_words_of_flags(args, min_p="fuzzy_min_p"):
-        return auto_threshold(args) if auto else MAKERS[args.rule](args)
+        return rule(**usual | fields_given(args, rule))
 
 
 def asks_for_auto(args: argparse.Namespace) -> bool:
@@ -114,132 +116,19 @@ def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> 
         raise ValueError(f"{flag} is {value} with {whose}: that rule has none; drop the flag")
 
 
-def given(value: Value | None, default: Value) -> Value:
-    """Return a flag's value, or the default if it was not given."""
-    return default if value is None else value
-
-
-def auto_threshold(args: argparse.Namespace) -> AutoThreshold:
-    usual = AutoThreshold()
-    return AutoThreshold(
-        quality_budget=given(args.quality_budget, usual.quality_budget),
-        divergence=given(args.divergence, usual.divergence),
-        mode=given(args.mode, usual.mode),
-        child=given(args.child, usual.child),
-        min_gain=given(args.min_gain, usual.min_gain),
-        price=args.price,
-        cost=args.cost,
-    )
-
-
-def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.fuzzy import Fuzzy
-
-    usual = Fuzzy(threshold=0.0)
-    return Fuzzy(
-        threshold=given(args.threshold, usual.threshold),
-        divergence=given(args.divergence, usual.divergence),
-        mode=given(args.mode, usual.mode),
-        child=given(args.child, usual.child),
-        min_p=given(args.fuzzy_min_p, usual.min_p),
-        max_overshoot=given(args.max_overshoot, usual.max_overshoot),
-        max_consecutive=given(args.max_consecutive, usual.max_consecutive),
-        exact_prefix=given(args.exact_prefix, usual.exact_prefix),
-        min_gain=given(args.min_gain, usual.min_gain),
-        price=given(args.price, usual.price),
-        cost=given(args.cost, usual.cost),
-    )
-
-
-def typical(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import Typical
-
-    usual = Typical()
-    return Typical(
-        epsilon=given(args.epsilon, usual.epsilon),
-        delta=given(args.delta, usual.delta),
-        mode=given(args.mode, usual.mode),
-        max_consecutive=given(args.max_consecutive, usual.max_consecutive),
-        exact_prefix=given(args.exact_prefix, usual.exact_prefix),
-    )
-
-
-def relaxed_topk(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import RelaxedTopK
-
-    usual = RelaxedTopK()
-    return RelaxedTopK(
-        candidates=given(args.candidates, usual.candidates),
-        margin=given(args.margin, usual.margin),
-        mode=given(args.mode, usual.mode),
-        max_consecutive=given(args.max_consecutive, usual.max_consecutive),
-        exact_prefix=given(args.exact_prefix, usual.exact_prefix),
-    )
-
-
-def sglang(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import SGLang
-
-    usual = SGLang()
-    return SGLang(single=given(args.single, usual.single), acc=given(args.acc, usual.acc))
-
-
-def cactus(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import Cactus
-
-    return Cactus(delta=given(args.delta, Cactus().delta))
-
-
-def ensemble(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import Ensemble
-
-    return Ensemble(weight=given(args.weight, Ensemble().weight))
-
-
-def fly(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import FLy
-
-    usual = FLy()
-    return FLy(entropy=given(args.entropy, usual.entropy), window=given(args.window, usual.window))
-
-
-def fsd_paper(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.other_rules import PublishedFSD
-
-    usual = PublishedFSD()
-    return PublishedFSD(given(args.threshold, usual.threshold), given(args.divergence, usual.divergence))
-
-
-def lossless(_args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.accept import Lossless
-
-    return Lossless()
-
-
-MAKERS: dict[str, Callable[[argparse.Namespace], AcceptanceRule]] = {
-    "fuzzy": fuzzy,
-    "lossless": lossless,
-    "typical": typical,
-    "relaxed_topk": relaxed_topk,
-    "sglang": sglang,
-    "cactus": cactus,
-    "ensemble": ensemble,
-    "fly": fly,
-    "fsd_paper": fsd_paper,
-}
+def fields_given(args: argparse.Namespace, rule: type[Any]) -> dict[str, Any]:
+    """Return the fields of a rule that flags were given for, and their values."""
+    given = {flag.removeprefix("fuzzy_"): getattr(args, flag) for flag in RULE_FLAGS}
+    names = [field.name for field in dataclasses.fields(rule)]
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
     """Make the tree that the flags name. With --total-tokens auto, sizes that are not given are measured."""
     if args.total_tokens == AUTO:
         return AutoTree(args.depth, args.tree_top_k, args.min_confidence)
-    usual = TreeConfig()
-    return TreeConfig(
-        args.total_tokens,
-        given(args.depth, usual.depth),
-        given(args.tree_top_k, usual.top_k),
-        given(args.min_confidence, usual.min_confidence),
-    )
+    sizes = {"depth": args.depth, "top_k": args.tree_top_k, "min_confidence": args.min_confidence}
+    return TreeConfig(args.total_tokens, **{name: size for name, size in sizes.items() if size is not None})
 
 
 def check_early(args: argparse.Namespace) -> None:
@@ -266,7 +155,7 @@ def check_early(args: argparse.Namespace) -> None:
         if args.divergence is not None:
             require_choice("divergence", args.divergence, DIVERGENCE_NAMES)
         if asks_for_auto(args):
-            auto_threshold(args)
+            AutoThreshold(**fields_given(args, AutoThreshold))
         elif args.rule == "fuzzy" and args.threshold is not None:
             require_bound(args.threshold)
         if args.seed is not None:
@@ -291,11 +180,10 @@ def check_answers(args: argparse.Namespace) -> None:
 
 
 def generation_options(args: argparse.Namespace) -> GenerationOptions:
-    """Make the options of a generation. All are checked here, before a model is loaded."""
+    """Make the options of a generation. What `check_early` leaves is checked here, also without a model."""
     from eagle_fsd.decoding.options import GenerationOptions
 
     with in_words_of_flags(args):
-        require_drafter(args)
         options = GenerationOptions(
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,

@@ -15,10 +15,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from eagle_fsd.core.checks import report_interrupt
+from eagle_fsd.core.checks import EXIT_USAGE, report_interrupt
 
 PROGRAM = "eagle-fsd"
-USAGE = 2  # the exit code of a user's mistake
 HELP = ("-h", "--help")
 LEAST_LIKENESS = 0.7  # of a mistyped word to a command: sever has it to serve
 
@@ -136,7 +135,7 @@ def refuse_word(word: str, near: str) -> int:
         f"{PROGRAM}: error: {word!r} is no command: it must be one of {', '.join(COMMANDS)}; write {near}, "
         f"or {PROGRAM} generate {shlex.quote(word)} to ask it as a prompt\n"
     )
-    return USAGE
+    return EXIT_USAGE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,4 +159,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_commands(name, entry.commands)
     found = f"{words[0]!r} is no command" if words else "no command is given"
     sys.stderr.write(f"{name}: error: {found}: it must be one of {', '.join(entry.commands)}; see --help\n")
-    return USAGE
+    return EXIT_USAGE

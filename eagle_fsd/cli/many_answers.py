@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
-from eagle_fsd.cli.flags.types import USAGE
-from eagle_fsd.cli.mistakes import explain_lack_of_memory, raise_user_errors
+from eagle_fsd.cli.mistakes import explain_steps, raise_user_errors
 from eagle_fsd.cli.prompt_arguments import prompt_of
-from eagle_fsd.core.checks import INTERRUPTED, EnduringStderr, defer_interrupt, one_line, tell
+from eagle_fsd.core.checks import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    EnduringStderr,
+    defer_interrupt,
+    one_line,
+    tell,
+)
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -44,7 +50,7 @@ def answer_together(
     ranks, interrupted = model.target.ranks, False
     try:
         with bar, defer_interrupt(patient=ranks.several) as stop:
-            for ended in steps_of(texts):
+            for ended in explain_steps(texts.steps()):
                 if interrupted := ranks.lead(stop.is_set()):
                     ended = [*ended, *texts.end()]
                 answers.add(ended)
@@ -60,17 +66,7 @@ def answer_together(
     finally:
         answers.write_rest()
         tell(answers.summary(interrupted))
-    return INTERRUPTED if interrupted else USAGE if answers.failed else 0
-
-
-def steps_of(texts: TextStream) -> Iterator[list[FinishedText]]:
-    """Yield what ends in each step. An error of the engine in the first step is the user's mistake."""
-    with raise_user_errors():
-        first = texts.step()
-    yield first
-    with explain_lack_of_memory():
-        while texts.busy:
-            yield texts.step()
+    return EXIT_INTERRUPTED if interrupted else EXIT_USAGE if answers.failed else 0
 
 
 class InOrder:

@@ -7,11 +7,12 @@ import errno
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from itertools import islice
+from typing import TextIO, TypeVar
 
-from eagle_fsd.cli.flags.types import USAGE
-from eagle_fsd.core.checks import BROKEN_PIPE, discard_stdout, one_line, tell
+from eagle_fsd.core.checks import EXIT_BROKEN_PIPE, EXIT_USAGE, discard_stdout, one_line, tell
 
+Result = TypeVar("Result")
 CLOSED = "stdout is closed: the text needs it; open it"
 
 
@@ -48,6 +49,15 @@ def explain_lack_of_memory() -> Iterator[None]:
         ) from error
 
 
+def explain_steps(steps: Iterator[Result]) -> Iterator[Result]:
+    """Yield what an engine's steps give. An error in the first one is the user's mistake."""
+    with raise_user_errors():
+        first = list(islice(steps, 1))
+    yield from first
+    with explain_lack_of_memory():
+        yield from steps
+
+
 @contextlib.contextmanager
 def end_line(out: TextIO, is_open: Callable[[], bool]) -> Iterator[None]:
     """End the line of a text that an error breaks off, so that the error is told on a line of its own."""
@@ -78,7 +88,7 @@ def run_on_stdout(work: Callable[[TextIO], int], program: str, verbose: bool) ->
         return report_mistake(program, error, verbose)
     except BrokenPipeError:
         discard_stdout()
-        return BROKEN_PIPE
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         return report_stdout(program, error)
 
@@ -88,7 +98,7 @@ def report_mistake(program: str, error: object, verbose: bool = False) -> int:
     if verbose:
         traceback.print_exc()
     tell(f"{program}: error: {one_line(error)}")
-    return USAGE
+    return EXIT_USAGE
 
 
 def report_stdout(program: str, error: OSError) -> int:

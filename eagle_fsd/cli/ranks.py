@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eagle_fsd.cli.flags.types import USAGE
+from eagle_fsd.core.checks import EXIT_USAGE
 
 # torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[st
         try:
             code = program(argv)
         except SystemExit as end:  # of the parser, or with the line that says why
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else USAGE
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else EXIT_USAGE
             if isinstance(end.code, str):
                 said.write(f"\n{end.code}")
         except Exception:
             time.sleep(GRACE)
             raise
-    if code == USAGE:
+    if code == EXIT_USAGE:
         time.sleep(GRACE)
         lines = said.getvalue().strip().splitlines()
         sys.stderr.write(f"rank {rank}: {lines[-1]}\n")

@@ -14,8 +14,9 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 
-INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
-BROKEN_PIPE = 141  # and to what wrote to a reader that is gone
+# Exit codes of a user's mistake, of what Ctrl-C has ended, and of what wrote to a reader that is gone. Shells
+# give the last two.
+EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 # Hugging Face's names that are most like another option than the one that does the same.
@@ -106,7 +107,7 @@ def outlive_stderr() -> Iterator[None]:
 def report_interrupt() -> int:
     """Say on one line that Ctrl-C has ended the program, and return its exit code."""
     tell("interrupted")
-    return INTERRUPTED
+    return EXIT_INTERRUPTED
 
 
 # SIGTERM, and the signal of a terminal that is closed, which Windows does not have.

@@ -92,8 +92,13 @@ class TextStream:
         return total
 
     def __iter__(self) -> Iterator[FinishedText]:
+        for ended in self.steps():
+            yield from ended
+
+    def steps(self) -> Iterator[list[FinishedText]]:
+        """Yield what ends in each step, until all texts have ended."""
         while self.busy:
-            yield from self.step()
+            yield self.step()
 
     def step(self) -> list[FinishedText]:
         """Run one step of the texts under way, and return those that ended in it.

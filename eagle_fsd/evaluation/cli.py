@@ -10,7 +10,7 @@ from io import UnsupportedOperation
 from pathlib import Path
 
 from eagle_fsd.core.checks import (
-    BROKEN_PIPE,
+    EXIT_BROKEN_PIPE,
     discard_stdout,
     one_line,
     outlive_stderr,
@@ -152,5 +152,5 @@ def say(text: object) -> None:
         with suppress(UnsupportedOperation):  # of a stdout that is no file
             discard_stdout()
         if isinstance(error, BrokenPipeError):
-            sys.exit(BROKEN_PIPE)
+            sys.exit(EXIT_BROKEN_PIPE)
         sys.exit(f"stdout takes no more ({error.strerror}): what is in files stays; make room there")

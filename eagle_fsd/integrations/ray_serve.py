@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from eagle_fsd.cli.arguments import check_early
+from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.server import api_key
 from eagle_fsd.cli.mistakes import raise_user_errors
 from eagle_fsd.core.checks import require_integer
@@ -63,8 +63,8 @@ def app(arguments: Mapping[str, str | int]) -> Application:
         require_packages()
         parser = build_parser()
         args = parser.parse_args(words)
-        check_early(args)  # now, and not in every replica for the first time
-        check_arguments(args)
+        check_arguments(args)  # now, and not in every replica for the first time
+        generation_options(args)
         if args.tp_plan is not None:
             raise ValueError(
                 f"--tp-plan is {args.tp_plan} in a replica: each is one process; leave it out, or serve with "
@@ -87,7 +87,7 @@ def app(arguments: Mapping[str, str | int]) -> Application:
 
         args = build_parser().parse_args(words)
         args.api_key = key
-        served = create_app(*load(args, check_arguments(args)))
+        served = create_app(*load(args, generation_options(args)))
         SERVED.append(served.state.service)
         served.add_middleware(NamesReplica, name=serve.get_replica_context().replica_id.unique_id)
         return served

@@ -21,10 +21,11 @@ from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_eng
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, Typical
 from eagle_fsd.acceptance.rule_names import parse_rule, rule_fields
+from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.decoding.scheduler import Scheduler
-from eagle_fsd.serve import build_parser, check_arguments, make_settings
+from eagle_fsd.serve import build_parser, make_settings
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.errors import ApiError
@@ -547,7 +548,7 @@ def test_no_answer_says_where_on_the_machine_the_models_lie(tmp_path: Path) -> N
         whole.target, whole.drafter, whole.tokenizer, str(tmp_path / "my-model"), str(folder), None, folder
     )
     args = build_parser().parse_args(["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3"])
-    with TestClient(create_app(model, make_settings(args, model, check_arguments(args)))) as client:
+    with TestClient(create_app(model, make_settings(args, model, generation_options(args)))) as client:
         client.headers["host"] = "localhost"
         card = client.get("/v1/models").json()["data"][0]
         assert (card["id"], card["draft"]) == ("my-model", "my-head")

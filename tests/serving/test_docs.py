@@ -21,6 +21,7 @@ from support.serving import running, settings, until
 from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy, serve
+from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import server
 from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serving.app import create_app
@@ -38,7 +39,8 @@ def test_the_servers_commands_parse() -> None:
     assert lines
     for line in lines:
         args = serve.build_parser().parse_args(shlex.split(line)[3:])
-        assert serve.check_arguments(args).max_new_tokens == 1024
+        serve.check_arguments(args)
+        assert generation_options(args).max_new_tokens == 1024
     assert (args.host, args.max_rows, args.max_queue) == ("127.0.0.1", 8, 64)
 
 

@@ -20,6 +20,7 @@ from support.tiny_models import prompts_of, simple_model, young_head
 from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.hub.resolve import load_head
 from eagle_fsd.serve import build_parser, check_arguments, make_settings
 from eagle_fsd.serving.app import create_app
@@ -154,7 +155,7 @@ def test_the_flags_make_a_server_that_saves_its_head_at_the_end(
 ) -> None:
     folder = tmp_path / "adapted"
     args = build_parser().parse_args(["--adapt", "--adapt-save", str(folder), "--total-tokens", "8"])
-    made = make_settings(args, model, check_arguments(args))
+    made = make_settings(args, model, generation_options(args))
     assert isinstance(made.learner, HeadAdapter)
     with TestClient(create_app(model, made), base_url="http://127.0.0.1") as client:
         assert complete(client, PROMPTS[0]).status_code == 200

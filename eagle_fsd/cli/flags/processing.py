@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_fsd.core.checks import flag_of, format_value
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.processing import Processing, require_words
 
 if TYPE_CHECKING:
@@ -192,15 +192,7 @@ def check_processing(args: argparse.Namespace) -> None:
 
 
 def processing_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a generation that these flags set.
-
-    Raises ValueError for a form without the library that follows it, before a model is loaded.
-    """
-    for name in ("json_schema", "regex"):
-        if getattr(args, name) is not None:
-            from eagle_fsd.text.grammar import require_library
-
-            require_library(flag_of(name))
+    """Return the options of a generation that these flags set."""
     given = {name: getattr(args, name) for name in SAME_NAME}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from eagle_fsd.core.checks import EXIT_USAGE
 from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
 
 AUTO = "auto"
@@ -21,7 +22,6 @@ RULE_NAMES = (
     "fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fly", "fsd_paper",
 )  # fmt: skip
 NO_HEAD = "none"
-USAGE = 2  # the exit code of a user's mistake
 
 # A preset is other defaults of some flags.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, without the usage block."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: error: {message} (--help lists the flags)\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the flags. What a preset says are defaults, which other flags override."""

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from eagle_fsd import hub
 from eagle_fsd.acceptance.divergence import tv
-from eagle_fsd.core.checks import INTERRUPTED
+from eagle_fsd.core.checks import EXIT_INTERRUPTED
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
@@ -227,5 +227,5 @@ def send_mistake(sender: Any, work: Callable[..., object], arguments: tuple[Any,
     except (ValueError, OSError) as error:
         mistake = error
     except KeyboardInterrupt:  # the parent has it too, and says so
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     sender.send(mistake)

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from eagle_fsd.core.checks import one_line, report_interrupt
+from eagle_fsd.cli.mistakes import report_mistake
+from eagle_fsd.core.checks import report_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         cli_evaluate()
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(error)}\n")
-        sys.exit(2)
+        sys.exit(report_mistake(Path(sys.argv[0]).name, error))
     except KeyboardInterrupt:
         sys.exit(report_interrupt())
