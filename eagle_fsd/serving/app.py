@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest
-OPEN_PATHS = ("/health", "/", "/page/")  # these and what is below the last need no API key
+OPEN_PATHS, BELOW_PAGE = ("/health", "/"), "/page/"  # these and the page's files need no API key
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {"index.html": "text/html", "style.css": "text/css", "script.js": "text/javascript"}
 PAGE_HEADERS = {  # the page loads nothing from elsewhere, and no other page may frame it
@@ -219,7 +219,7 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         key=settings.key,
         hosts=settings.hosts,
         max_body=settings.limits.max_body,
-        is_open=lambda path: path in OPEN_PATHS or path.startswith(OPEN_PATHS[-1]),
+        is_open=lambda path: path in OPEN_PATHS or path.startswith(BELOW_PAGE),
         answered=lambda scope, status: service.metrics.answered(route_of(app, scope), status),
     )
     if settings.cors_origins:
@@ -286,7 +286,7 @@ def add_page(app: FastAPI) -> None:
     def index() -> Response:
         return page_file("index.html")
 
-    @app.get("/page/{name}", include_in_schema=False)
+    @app.get(BELOW_PAGE + "{name}", include_in_schema=False)
     def page_file(name: str) -> Response:
         if name not in PAGE_FILES:
             raise HTTPException(404, "Not Found")
@@ -321,5 +321,5 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(_request: Request, _error: Exception) -> Response:
-        # The web server logs the error with its traceback; see lost_text.
+        # The web server logs the error with its traceback; see of_failure.
         return ApiError(500, FAILED, "internal_server_error", kind=SERVER).response()

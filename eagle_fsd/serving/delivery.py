@@ -71,11 +71,10 @@ class Feed:
         return place, news
 
 
-async def collect(answer: Answer, feed: Feed, deadline: Deadline) -> Answer:
+async def collect(answer: Answer, feed: Feed, deadline: Deadline) -> None:
     """Take in all news of an answer."""
     while not answer.done:
         answer.take(*await feed.next(deadline))
-    return answer
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

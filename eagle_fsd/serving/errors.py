@@ -184,13 +184,6 @@ def is_type_name(part: object) -> bool:
     )
 
 
-def impossible_text(error: Exception) -> ApiError | None:
-    """Return the error of a request that asked for what cannot be; None if it is no such error."""
-    if not isinstance(error, NothingAllowed):
-        return None
-    return ApiError(400, f"the text cannot be made: {one_line(error)}", code="nothing_allowed")
-
-
 def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
     """Return the error of a request that the routes refuse, mostly since there is none for it."""
     if status == HTTPStatus.NOT_FOUND:
@@ -206,11 +199,13 @@ def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | 
     return ApiError(status, message, "invalid_http", headers=headers)
 
 
-def lost_text(error: Exception) -> ApiError:
-    """Return the error of a text that failed through no fault of its request.
+def of_failure(error: Exception) -> ApiError:
+    """Return the error of a text that failed, by what its request asked for or through no fault of it.
 
     Of errors that are known it tells the reason. What else went wrong is for the log.
     """
+    if isinstance(error, NothingAllowed):
+        return ApiError(400, f"the text cannot be made: {one_line(error)}", code="nothing_allowed")
     reason = FAILED
     if isinstance(error, NonFiniteLogits) or ran_out_of_memory(error):
         reason = one_line(error)

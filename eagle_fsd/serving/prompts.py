@@ -27,7 +27,6 @@ class PromptReader:
 
     def __init__(self, model: EagleFSD, choose: Chooser) -> None:
         self.tokenizer, self.choose = require_tokenizer(model.tokenizer), choose
-        self._encoding = choose.encoding
 
     def require_few(self, body: Chat | CompletionRequest) -> None:
         """Raise ApiError for more texts than ever find room. It makes no list of them and encodes none."""
@@ -63,7 +62,7 @@ class PromptReader:
                 require_unicode(text, name)
 
         def written(asked: Templated) -> list[int]:
-            with self._encoding:
+            with self.choose.encoding:
                 return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
 
         try:
@@ -84,7 +83,7 @@ class PromptReader:
         if not isinstance(prompt, str):
             return prompt
         require_unicode(prompt, "prompt")
-        with self._encoding:
+        with self.choose.encoding:
             if special:
                 return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
             return self.tokenizer.encode(prompt, add_special_tokens=False)

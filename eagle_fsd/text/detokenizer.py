@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a whole character
+NEAR = 16  # tokens of a context after which the next one is decoded
 
 
 class Detokenizer:
@@ -19,7 +20,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.ids = list(context)
+        self.ids = list(context[-NEAR:])
         self.start = 0  # ids[start:shown] are shown already and are the context of the next token
         self.shown = len(self.ids)
         added = tokenizer.added_tokens_decoder if getattr(tokenizer, "is_fast", False) else {}

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-NEAR = 16  # tokens of a context after which the next one is decoded
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -39,7 +38,7 @@ class Spelling:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self.characters = 0
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, context[-NEAR:])
+        self._detokenizer = Detokenizer(tokenizer, context)
         steps = decoder_steps(tokenizer)
         kinds = [step["type"] for step in steps]
         self._byte_level = kinds == ["ByteLevel"]

@@ -10,8 +10,6 @@ from eagle_fsd.core.checks import require_utf8
 from eagle_fsd.core.processing import require_words
 from eagle_fsd.text.streamed import StreamedText
 
-CONTEXT = 16  # tokens of a prompt: in some vocabularies a token's space depends on the one before it
-
 
 def make_stoppers(
     tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str], prompts: Sequence[Sequence[int]]
@@ -25,7 +23,7 @@ def make_stoppers(
         return []
     if tokenizer is None:
         raise ValueError("stop_strings need a tokenizer: the target has none; name one that does")
-    return [make_stopper(tokenizer, stops, prompt[-CONTEXT:]) for prompt in prompts]
+    return [make_stopper(tokenizer, stops, prompt) for prompt in prompts]
 
 
 def make_stopper(

@@ -25,10 +25,6 @@ class News:
     finish_reason: str | None = None
     error: ApiError | None = None
 
-    @property
-    def last(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
 
 @dataclass
 class Clock:

@@ -25,7 +25,7 @@ from eagle_fsd.decoding.scheduler import SLICE, Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.decoding.steps.origins import TokenOrigins
 from eagle_fsd.serving.choices import Limits
-from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full, wrong_value
+from eagle_fsd.serving.errors import SERVER, ApiError, of_failure, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.serving.work.learning import IdleLearning, Learner
 from eagle_fsd.text.stop_strings import make_stopper
@@ -62,9 +62,9 @@ class Worker:
         model: EagleFSD,
         tree: TreeConfig,
         limits: Limits,
-        watcher: Watcher | None = None,
-        crowded: Mapping[int, TreeConfig] | None = None,
-        learner: Learner | None = None,
+        watcher: Watcher,
+        crowded: Mapping[int, TreeConfig],
+        learner: Learner | None,
     ) -> None:
         self.crowded, self._learning = crowded, IdleLearning(learner)
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
@@ -221,7 +221,7 @@ class Worker:
             self._end(job, News(error=wrong_value(said)))
             return
         except Exception as error:
-            self._end(job, News(error=lost_text(error)))
+            self._end(job, News(error=of_failure(error)))
             raise
         self._texts[text] = job
 
@@ -229,8 +229,7 @@ class Worker:
         job = self._texts[text]
         if job.clock.started is None:
             job.clock.started, job.clock.prompt = begun, -read  # what was read before is not this prompt
-            if self.watcher is not None:
-                self.watcher.started(job)
+            self.watcher.started(job)
 
     def _try_to_hand_on(self, text: Text, tokens: list[int], now: float) -> None:
         try:
@@ -238,7 +237,7 @@ class Worker:
         except Exception as error:  # a text that cannot be shown ends alone
             logger.exception("a text could not be handed on")
             if text in self._texts:
-                self._retire(text, self._texts[text], News(error=lost_text(error)))
+                self._retire(text, self._texts[text], News(error=of_failure(error)))
 
     def _hand_on(self, text: Text, tokens: list[int], now: float) -> None:
         job = self._texts[text]
@@ -256,15 +255,14 @@ class Worker:
         if job.clock.first is None and tokens:
             job.clock.first = now
             job.clock.prompt += self.phase_seconds("prefill")
-        if self.watcher is not None:
-            self.watcher.emitted(job, taken, now)
+        self.watcher.emitted(job, taken, now)
         job.clock.last = now
         if job.written.stopped:
             self._retire(text, job, News(pieces, logprobs, "stop"))
         elif text.failure is not None:
             if pieces := [*pieces, *job.written.finish()]:
                 job.tell(News(pieces, logprobs))
-            self._retire(text, job, News(error=impossible_text(text.failure)))
+            self._retire(text, job, News(error=of_failure(text.failure)))
         elif text.done:
             del self._texts[text]
             pieces = [*pieces, *job.written.finish()]
@@ -299,8 +297,7 @@ class Worker:
         if job.clock.started is not None:
             seconds = time.perf_counter() - job.clock.started
             self._speed = 0.8 * self._speed + 0.2 * self.limits.max_rows / max(seconds, 1e-3)
-        if self.watcher is not None:
-            self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
+        self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
 
     def _recover(self, error: Exception, before: set[Text]) -> None:
         """Go on after an error, of a step or beside it. The batch is lost; texts that still waited are not.
@@ -324,7 +321,7 @@ class Worker:
             del self._texts[text]  # now: what could not begin anew is still among those that must be told
             guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
             if text not in untouched and guilty:
-                self._end(job, News(error=impossible_text(error) or lost_text(error)))
+                self._end(job, News(error=of_failure(error)))
             else:
                 self._admit(job)
 
@@ -335,7 +332,7 @@ class Worker:
 
 
 def new_scheduler(
-    model: EagleFSD, tree: TreeConfig, limits: Limits, crowded: Mapping[int, TreeConfig] | None
+    model: EagleFSD, tree: TreeConfig, limits: Limits, crowded: Mapping[int, TreeConfig]
 ) -> Scheduler:
     """Return what decodes the texts of a server, on any rank."""
     return Scheduler(
