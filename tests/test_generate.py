@@ -1114,7 +1114,7 @@ def test_ctrl_c_behind_the_last_step_is_not_lost(
     model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The answer is whole, and no other prompt is answered."""
-    path, steps = tmp_path / "p.jsonl", generate.run_steps
+    path, steps = tmp_path / "p.jsonl", generate.explain_steps
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
 
     def late(stream: Any) -> Iterator[list[int]]:
@@ -1122,7 +1122,7 @@ def test_ctrl_c_behind_the_last_step_is_not_lost(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
 
-    monkeypatch.setattr(generate, "run_steps", late)
+    monkeypatch.setattr(generate, "explain_steps", late)
     code, out, _ = run(capsys, "--json", "--prompt-file", str(path))
     (record,) = map(json.loads, out.splitlines())
     assert code == 130 and record["text"] == REPLY
