@@ -142,10 +142,11 @@ def listen(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
         found.listen()
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: no name of a host is written like this
         found.close()
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{host} port {port} cannot be listened at ({error.strerror}): choose another --host or --port"
+            f"{host} port {port} cannot be listened at ({reason}): choose another --host or --port"
         ) from error
     found.set_inheritable(True)
     return found

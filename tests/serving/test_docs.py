@@ -118,6 +118,7 @@ def test_mistakes_end_in_one_line(
         (["--max-rows", "0"], "--max-rows is 0"),
         (["--cache-tokens", "1024"], "--cache-tokens is 1024: it must be an integer of at least 1025; drop"),
         (["--host", "not.there.invalid"], "not.there.invalid port 8000 cannot be listened at"),
+        (["--host", "\u00e9..x"], "\u00e9..x port 8000 cannot be listened at (encoding of hostname failed)"),
         (["--threshold", "-1", "--port", "0"], "threshold is -1"),
         (["--base-model", "/not/there", "--port", "0"], "/not/there"),
     ):
