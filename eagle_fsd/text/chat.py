@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # What apply_chat_template takes or gives to the template beside the arguments that a user may choose.
 OWN_ARGUMENTS = {
-    *("conversation", "conversations", "messages", "chat_template", "add_generation_prompt"),
+    *("self", "conversation", "conversations", "messages", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }

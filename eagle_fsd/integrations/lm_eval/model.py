@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.integrations.lm_eval.requests import Ask, answers, ending_of, seeds, settings_of, text_of
+from eagle_fsd.text.chat import require_tokenizer
 
 try:
     import lm_eval.models  # noqa: F401  # first, or ours would be the only model in the registry
@@ -48,8 +48,7 @@ class EagleLM(LM):
         super().__init__()
         settings = settings_of(arguments)
         self.engine = EagleFSD.from_pretrained(**settings.models) if engine is None else engine
-        if self.engine.tokenizer is None:
-            raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+        self.tokenizer = require_tokenizer(self.engine.tokenizer)
         self.settings = settings
         self.batch_size = settings.batch_size
         self.stats = GenerationStats()
@@ -80,11 +79,6 @@ class EagleLM(LM):
     @property
     def device(self) -> torch.device:
         return self.engine.device
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        assert self.engine.tokenizer is not None
-        return self.engine.tokenizer
 
     @property
     def tokenizer_name(self) -> str:

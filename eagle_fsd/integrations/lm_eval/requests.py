@@ -20,6 +20,7 @@ from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.decoding.many import TextStream
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
+from eagle_fsd.text.chat import require_tokenizer
 from eagle_fsd.text.streamed import StreamedText, special_tokens
 
 MODELS = (
@@ -191,8 +192,7 @@ def answers(
 
 def text_of(engine: EagleFSD, tokens: Sequence[int], until: Sequence[str]) -> str:
     """Return the text of new tokens before the first stop string."""
-    assert engine.tokenizer is not None
-    text = StreamedText(engine.tokenizer, until)
+    text = StreamedText(require_tokenizer(engine.tokenizer), until)
     text.add(tokens)
     text.finish()
     return text.text
@@ -200,6 +200,5 @@ def text_of(engine: EagleFSD, tokens: Sequence[int], until: Sequence[str]) -> st
 
 def end_tokens(engine: EagleFSD, until: Sequence[str]) -> tuple[int, ...]:
     """Return the model's own end tokens, and the stop strings that are special tokens."""
-    assert engine.tokenizer is not None
-    ids = {*engine.target.eos_token_ids, *special_tokens(engine.tokenizer, until)}
+    ids = {*engine.target.eos_token_ids, *special_tokens(require_tokenizer(engine.tokenizer), until)}
     return tuple(sorted(token for token in ids if token < engine.target.vocab_size))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.tools.fields import CalledFunction, Message, OrText, Strict, ToolCall
+from eagle_fsd.serving.tools.fields import CalledFunction, Message, OrText, Strict, ToolCall, require_parts
 
 # What answers carry in an item or a part of one, or OpenAI's client adds to it, and clients send back.
 WITHOUT_EFFECT = (
@@ -33,18 +33,9 @@ class ItemPart(Kept):
 
 def as_parts(value: Any, info: ValidationInfo) -> Any:
     """Return a field's texts as parts. Raises ValueError for what is no text."""
+    require_parts(info.field_name, value, TEXTS)
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise ValueError(
-            f"{info.field_name} is {format_json(value)}: it must be a text, or a list of parts such as "
-            '{"type": "input_text", "text": "Hello"}; send one of these'
-        )
-    for part in value:
-        if part.get("type") not in TEXTS:
-            kind = format_json(part.get("type"))
-            said = f"{info.field_name} has a part of type {kind}"
-            raise ValueError(f"{said}: this server reads text only; leave it out")
     refused = {"refusal": "text"}  # where a part of this type has its text
     return [{refused.get(name, name): said for name, said in part.items()} for part in value]
 

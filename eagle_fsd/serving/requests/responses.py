@@ -25,7 +25,7 @@ from eagle_fsd.serving.tools.fields import (
     Message,
     Strict,
     at_most,
-    require_different_names,
+    require_different,
 )
 
 LONGEST_NAME = 64  # characters of a name in the metadata
@@ -109,7 +109,10 @@ Metadata = Annotated[  # OpenAI's limits
 ]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
 FunctionTools = Annotated[
-    list[FunctionTool], Field(fail_fast=True, max_length=MOST_FUNCTIONS), BeforeValidator(require_functions)
+    list[FunctionTool],
+    Field(fail_fast=True, max_length=MOST_FUNCTIONS),
+    BeforeValidator(require_functions),
+    AfterValidator(require_different),
 ]
 
 
@@ -137,7 +140,6 @@ class ResponsesRequest(Chat):
 
     @model_validator(mode="after")
     def require_what_fits(self) -> ResponsesRequest:
-        require_different_names(self.tools)
         if self.top_logprobs and LOGPROBS not in self.include:
             raise ValueError(f"top_logprobs is for logprobs: add {LOGPROBS} to include, or leave it out")
         if LOGPROBS in self.include and self.tools and self.call_choice != "none":

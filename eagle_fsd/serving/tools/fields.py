@@ -166,6 +166,10 @@ class Tool(Strict):
     type: Literal["function"]
     function: Function
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 class FunctionName(Strict):
     name: str
@@ -178,19 +182,32 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-def require_different(tools: list[Tool]) -> list[Tool]:
-    require_different_names([tool.function for tool in tools])
-    return tools
-
-
-def require_different_names(functions: Sequence[Function]) -> None:
-    names = [function.name for function in functions]
+def require_different(tools: Sequence[Any]) -> Sequence[Any]:
+    names = [tool.name for tool in tools]
     if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
         raise ValueError(f"tools has the function {twice} twice: name it once")
+    return tools
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_FUNCTIONS), AfterValidator(require_different)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def require_parts(name: str | None, value: Any, types: Sequence[str | None]) -> None:
+    """Raise ValueError unless this is a text, or a list of parts of these types, the usual one first."""
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        example = json.dumps({"type": types[0], "text": "Hello"})
+        raise ValueError(
+            f"{name} is {format_json(value)}: it must be a text, or a list of parts such as {example}; send "
+            "one of these"
+        )
+    for part in value:
+        if (kind := part.get("type")) not in types:
+            raise ValueError(
+                f"{name} has a part of type {format_json(kind)}: this server reads text only; leave it out"
+            )
 
 
 class TextPart(Strict):
@@ -270,19 +287,7 @@ class Message(Strict):
     @field_validator("content", mode="before")
     @classmethod
     def require_text(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-            raise ValueError(
-                f"content is {format_json(value)}: it must be a text, or a list of parts such as "
-                '{"type": "text", "text": "Hello"}; send one of these'
-            )
-        for part in value:
-            if part.get("type") not in ("text", None):
-                kind = format_json(part["type"])
-                raise ValueError(
-                    f"content has a part of type {kind}: this server reads text only; leave it out"
-                )
+        require_parts("content", value, ("text", None))
         return value
 
     @model_validator(mode="after")
