@@ -6,6 +6,7 @@ A server's defaults are in `--additional-config '{"fsd": {"threshold": 0.3}}'`. 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -20,10 +21,7 @@ from eagle_fsd.core.config import SamplingConfig
 Rule = Fuzzy | Lossless
 PREFIX = "fsd_"
 CONFIG_KEY = "fsd"  # in vLLM's additional_config
-FIELDS = (
-    *("threshold", "divergence", "mode", "min_p", "max_overshoot", "max_consecutive"),
-    *("exact_eos", "exact_prefix", "min_gain", "price", "cost"),
-)
+FIELDS = tuple(field.name for field in dataclasses.fields(Fuzzy) if field.name != "child")
 INFINITE = {"inf": math.inf, "Infinity": math.inf}  # JSON has no number for it
 GREEDY_BELOW = 1e-5  # vLLM takes a temperature below this as 0
 
