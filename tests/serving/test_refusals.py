@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.entry.json_body import read_json
 from eagle_fsd.serving.prompts import PromptReader
 from eagle_fsd.serving.requests.completions import (
     ChatRequest,
@@ -228,6 +230,16 @@ def test_a_field_has_a_bounded_number_of_parts(kind: type[BaseModel], body: Any,
 
 def test_a_chat_of_eight_thousand_messages_is_read() -> None:
     assert len(ChatRequest.model_validate({"messages": CHAT[:1] * 8000}).messages) == 8000
+
+
+def test_a_body_is_read_without_a_look_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of thousands of lists it held up all streams for two seconds."""
+    seen, loads = [], json.loads
+    monkeypatch.setattr(
+        json, "loads", lambda *text, **how: seen.append(gc.isenabled()) or loads(*text, **how)
+    )
+    assert read_json(b'{"a": [[]]}') == {"a": [[]]}
+    assert seen == [False] and gc.isenabled()
 
 
 def test_a_long_path_is_cut_in_its_error(client: TestClient) -> None:

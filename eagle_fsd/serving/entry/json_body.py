@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from eagle_fsd.cli.start import without_collector
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.serving.errors import ApiError, wrong_value
 
@@ -36,7 +37,8 @@ def read_json(body: bytes) -> Any:
         value = float(text)
         return value if math.isfinite(value) else note(text)
 
-    found = json.loads(body, parse_constant=note, parse_float=number)
+    with without_collector():  # it would look at very many parts again and again
+        found = json.loads(body, parse_constant=note, parse_float=number)
     if wrong:
         raise of_number(wrong[0], place_of(wrong[0], found))
     return found
