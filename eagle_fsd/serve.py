@@ -232,13 +232,9 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     return EXIT_INTERRUPTED if server.hurried else 0
 
 
+@on_every_rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and return the exit code."""
-    return on_every_rank(program, argv)
-
-
-def program(argv: Sequence[str] | None = None) -> int:
-    """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -18,6 +19,7 @@ from eagle_fsd.core.checks import EXIT_USAGE
 if TYPE_CHECKING:
     from eagle_fsd.runtime.ranks import Ranks
 
+Program = Callable[..., int]  # of argv, None for the own words of the process
 FLAG = "--tp-plan"
 GRACE = 5.0  # seconds for rank 0 to report what is wrong on all ranks: then torchrun ends the others
 
@@ -49,22 +51,27 @@ def join(args: argparse.Namespace, module: str) -> Ranks | None:
     return join_ranks(command)
 
 
-def on_every_rank(program: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    """Run a program and return its exit code. If it is split among ranks, only rank 0 is heard.
+def on_every_rank(program: Program) -> Program:
+    """Let a program, which returns its exit code, be split among ranks: only rank 0 is heard then.
 
     Another rank speaks up if it alone fails, so that rank 0 waits for it.
     """
-    words = sys.argv[1:] if argv is None else argv
-    if not any(word.partition("=")[0] == FLAG for word in words):
-        return program(argv)
-    if rank := int(os.environ.get("RANK", 0)):
-        return in_silence(program, argv, rank)
-    code = program(argv)
-    leave(code)
-    return code
+
+    @functools.wraps(program)
+    def main(argv: Sequence[str] | None = None) -> int:
+        words = sys.argv[1:] if argv is None else argv
+        if not any(word.partition("=")[0] == FLAG for word in words):
+            return program(argv)
+        if rank := int(os.environ.get("RANK", 0)):
+            return in_silence(program, argv, rank)
+        code = program(argv)
+        leave(code)
+        return code
+
+    return main
 
 
-def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None, rank: int) -> int:
+def in_silence(program: Program, argv: Sequence[str] | None, rank: int) -> int:
     """Run a program without its output. If it fails and nobody ends it in GRACE seconds, say why.
 
     Ctrl-C is rank 0's: it tells the others when to stop.

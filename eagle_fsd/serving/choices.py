@@ -30,6 +30,7 @@ from eagle_fsd.text.tool_calls import CallFormat, call_format
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 AUTO, FUZZY = "auto", "fuzzy"
 SHORTER = 11  # bits: a drawn seed goes through JSON, whose readers may keep 53 bits of a number
@@ -107,18 +108,13 @@ class Chooser:
 
     def __call__(self, request: Decoding) -> Choice:
         """Return what the request asks for. Raises ApiError for what it may not ask for."""
-        usual, tools = self.defaults.sampling, self.plan(request)
+        tools = self.plan(request)
         limit = self.defaults.max_new_tokens if request.limit is None else request.limit
         try:
             if request.min_tokens is not None:
                 remedy = "lower it, or let the text be longer"
                 require_integer("min_tokens", request.min_tokens, 0, remedy, limit)
-            sampling = SamplingConfig(
-                usual.temperature if request.temperature is None else request.temperature,
-                usual.top_k if request.top_k is None else request.top_k,
-                usual.top_p if request.top_p is None else request.top_p,
-                usual.min_p if request.min_p is None else request.min_p,
-            )
+            sampling = dataclasses.replace(self.defaults.sampling, **said_of(request, SAMPLING))
             processing = self.processing(request)
             rule = self.settle(request, sampling)
         except ValueError as error:
@@ -157,9 +153,7 @@ class Chooser:
 
     def processing(self, request: Decoding) -> Processing:
         """Return what changes the logits: what the request says, and else the server's own."""
-        said: dict[str, Any] = {
-            name: value for name in PENALTIES if (value := getattr(request, name)) is not None
-        }
+        said = said_of(request, PENALTIES)
         if request.min_tokens is not None:
             said["min_new_tokens"] = request.min_tokens
         if "suppress_tokens" in request.model_fields_set:
@@ -228,6 +222,11 @@ class Chooser:
             raise wrong_value(f"{said}: ids go from 0 to {size - 1}; encode it again", name)
 
 
+def said_of(request: Decoding, names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of those of these fields that a request has."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
+
+
 def requested_rule(
     request: Decoding, usual: AcceptanceRule | AutoThreshold
 ) -> AcceptanceRule | AutoThreshold:
@@ -236,8 +235,7 @@ def requested_rule(
     `rule` is a name, or a rule with values, such as js:0.3:min_p=0.1. A threshold where the server's rule has
     none means the fuzzy rule. Raises ValueError for values that do not fit together.
     """
-    fields = ("threshold", "divergence", "quality_budget")
-    said = {name: value for name in fields if (value := getattr(request, name)) is not None}
+    said = said_of(request, ("threshold", "divergence", "quality_budget"))
     if request.rule is not None and ":" in request.rule:
         for name, value in said.items():
             raise ValueError(
