@@ -25,7 +25,7 @@ from eagle_fsd.cli.flags.server import KEY_VARIABLE, add_server_flags, api_key, 
 from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, load_model
-from eagle_fsd.core.checks import EXIT_INTERRUPTED
+from eagle_fsd.core.checks import EXIT_INTERRUPTED, tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
         if ranks is not None:
             memory = model.memory()
             if args.verbose:
-                sys.stderr.write(show_memory(memory) + "\n")
+                tell(show_memory(memory))
             if model.head_folder is not None:
                 model.identity()  # by all ranks: later, a request that asks for it reaches rank 0 alone
         if place is not None:
@@ -219,7 +219,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     host, port = address_of(place)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.key is None and not is_loopback(host):
-        sys.stderr.write(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}\n")
+        tell(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}")
 
     server = Server(create_app(model, settings), url, verbose)
     try:
@@ -227,7 +227,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
             server.run(sockets=[place])
     finally:  # a termination signal ends the process inside
         if model.target.ranks.several and server.service.worker.alive:
-            sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
+            tell("error: a step still waits for other ranks, which are lost")
             leave(1)
     return EXIT_INTERRUPTED if server.hurried else 0
 

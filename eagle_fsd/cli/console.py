@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from eagle_fsd.core.checks import EXIT_USAGE, report_interrupt
+from eagle_fsd.core.checks import EXIT_USAGE, report_interrupt, tell
 
 PROGRAM = "eagle-fsd"
 HELP = ("-h", "--help")
@@ -131,9 +131,9 @@ def nearly_a_command(word: str) -> str | None:
 
 def refuse_word(word: str, near: str) -> int:
     """Say that a word is no command, which one is near, and how to ask it as a prompt."""
-    sys.stderr.write(
+    tell(
         f"{PROGRAM}: error: {word!r} is no command: it must be one of {', '.join(COMMANDS)}; write {near}, "
-        f"or {PROGRAM} generate {shlex.quote(word)} to ask it as a prompt\n"
+        f"or {PROGRAM} generate {shlex.quote(word)} to ask it as a prompt"
     )
     return EXIT_USAGE
 
@@ -158,5 +158,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in HELP:
         show_commands(name, entry.commands)
     found = f"{words[0]!r} is no command" if words else "no command is given"
-    sys.stderr.write(f"{name}: error: {found}: it must be one of {', '.join(entry.commands)}; see --help\n")
+    tell(f"{name}: error: {found}: it must be one of {', '.join(entry.commands)}; see --help")
     return EXIT_USAGE

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eagle_fsd.core.checks import EXIT_USAGE
+from eagle_fsd.core.checks import EXIT_USAGE, tell
 
 # torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def in_silence(program: Program, argv: Sequence[str] | None, rank: int) -> int:
     if code == EXIT_USAGE:
         time.sleep(GRACE)
         lines = said.getvalue().strip().splitlines()
-        sys.stderr.write(f"rank {rank}: {lines[-1]}\n")
+        tell(f"rank {rank}: {lines[-1]}")
     leave(code)
     return code
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from eagle_fsd.core.checks import tell
 from eagle_fsd.serving.delivery import GRACE
 from eagle_fsd.serving.entry.gate import HttpProtocol
 
@@ -36,8 +36,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         settings = self.service.settings
         where = f"answers at {self.url}/v1, with a page at {self.url}/"
-        sys.stderr.write(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it\n")
-        sys.stderr.flush()
+        tell(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note a signal. Only the first one is uvicorn's, which would break off all tasks at a second one."""
@@ -46,7 +45,7 @@ class Server(uvicorn.Server):
             return
         super().handle_exit(sig, frame)  # before the line: who answers it at once sends a second signal
         rest = f"answers under way have {SHUTDOWN_SECONDS} seconds; another Ctrl-C ends them now"
-        sys.stderr.write(f"{self.service.settings.name} ends: {rest}\n")
+        tell(f"{self.service.settings.name} ends: {rest}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_answers())

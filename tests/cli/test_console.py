@@ -107,6 +107,8 @@ def test_a_wrong_command_is_a_line(
     assert console.main(words) == 2
     said = capsys.readouterr()
     assert said.err.startswith(message) and said.err.count("\n") == 1 and not said.out
+    monkeypatch.setattr(sys, "stderr", None)
+    assert console.main(words) == 2
 
 
 def test_a_command_goes_by_its_full_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

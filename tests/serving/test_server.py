@@ -20,7 +20,7 @@ import pytest
 for needed in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(needed, reason='this needs an extra: pip install "eagle-fsd[serve]"')
 
-from support.serving import settings, until
+from support.serving import running, settings, until
 from support.tiny_engine import CHAT, save_near_models, tiny_engine
 
 from eagle_fsd.serving import server as serving
@@ -158,6 +158,14 @@ def test_a_signal_that_comes_while_the_end_is_announced_is_the_second_one(
     monkeypatch.setattr(sys.stderr, "write", answer)
     server.handle_exit(signal.SIGINT, None)
     assert server.hurried and len(said) == 1
+
+
+def test_a_closed_stderr_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a service that is started without one."""
+    monkeypatch.setattr(sys, "stderr", None)
+    with running(settings()) as (url, service):
+        Server(create_app(tiny_engine(), settings()), url).handle_exit(signal.SIGINT, None)
+        assert service.worker.alive
 
 
 def test_who_reads_nothing_does_not_hold_up_the_end(

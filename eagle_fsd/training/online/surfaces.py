@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from eagle_fsd.cli.flags.types import AUTO
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import one_line, tell
 from eagle_fsd.files.places import require_new_folder
 
 if TYPE_CHECKING:
@@ -62,10 +61,10 @@ def save_adapted(args: Namespace, adapter: HeadAdapter | None) -> None:
     try:
         folder = adapter.save(args.adapt_save)
     except OSError as error:
-        sys.stderr.write(f"{one_line(error)}\n")
+        tell(one_line(error))
         folder = adapter.save(Path(tempfile.mkdtemp(prefix="eagle-fsd-adapted-")) / "head")
     unchanged = "" if adapter.adapted else "; no update was used yet, so that it drafts as before"
-    sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it{unchanged}\n")
+    tell(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it{unchanged}")
 
 
 def update_between(learner: Learning | None) -> tuple[Learning | None, Any]:
