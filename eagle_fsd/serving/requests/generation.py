@@ -109,7 +109,7 @@ class Decoding(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    logit_bias: Annotated[dict[str, float], at_most(MOST_IDS)] = {}
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_IDS), at_most(MOST_IDS)] = {}
     bad_words: Annotated[list[Stop], Field(max_length=MOST_IDS)] = []
     suppress_tokens: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_IDS)] = []

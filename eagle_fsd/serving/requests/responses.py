@@ -104,6 +104,7 @@ class ResponseStreamOptions(Strict):
 
 Metadata = Annotated[  # OpenAI's limits
     dict[str, Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
     at_most(16),
     AfterValidator(require_short_names),
 ]

@@ -48,7 +48,7 @@ def excess_of(value: object) -> str | None:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return a validator that refuses an object with more fields before any of them is looked at."""
+    """Return a validator that refuses an object of more fields; max_length would look at all of them."""
 
     def require_few(value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, dict) and len(value) > count:
