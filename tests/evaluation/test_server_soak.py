@@ -160,6 +160,12 @@ def test_a_process_is_started_weighed_and_ended(tmp_path: Path) -> None:
         pass
 
 
+def test_what_a_request_takes_for_a_while_is_no_growth() -> None:
+    scale = Scale(None, samples=[(0.0, 100), (1.0, 900), (2.0, 101), (3.0, 800), (4.0, 800), (5.0, 110)])
+    assert scale.between(0.0, 0.4) == 100 and scale.between(0.5, 1.0) == 110
+    assert scale.between(0.7, 0.7) == 800, "the last one before"
+
+
 def test_what_a_server_started_is_weighed_with_it() -> None:
     child = "held = bytearray(b'x') * 10**8; print(flush=True); input()"
     parent = f'import subprocess, sys; subprocess.run([sys.executable, "-c", "{child}"])'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import threading
 import time
@@ -129,11 +128,12 @@ class Scale:
                 return
 
     def between(self, begin: float, finish: float) -> float:
-        """Return the median of the samples in a part of the time; begin and finish are shares of it.
+        """Return the least of the samples in a part of the time; begin and finish are shares of it.
 
-        Of a part that has no sample, it is the last one before the part.
+        A request may take memory for seconds, and what leaks is there all the time. Of a part that has no
+        sample, it is the last one before the part.
         """
         end = self.samples[-1][0]
         inside = [size for seconds, size in self.samples if begin * end <= seconds <= finish * end]
         before = [size for seconds, size in self.samples if seconds < begin * end]
-        return statistics.median(inside or before[-1:] or [self.samples[0][1]])
+        return min(inside or before[-1:] or [self.samples[0][1]])
