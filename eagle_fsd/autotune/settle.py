@@ -151,24 +151,16 @@ class Settler:
         self.choose_tree(*asked)
         return True
 
-    def _tree_now(
-        self,
-        wanted: AutoTree,
-        rule: AcceptanceRule,
-        sampling: SamplingConfig,
-        batch: int,
-        context: int,
-        prompts: Sequence[Sequence[int]],
-    ) -> TreeConfig:
-        """Return the tree with the most tokens per second, or a usual one where measuring it is put off."""
+    def _tree_now(self, wanted: AutoTree, *asked: Any) -> TreeConfig:
+        """Return the tree that `choose_tree` chooses, or a usual one where measuring it is put off."""
         if wanted.later:
-            chooser, texts = self._chooser_of(wanted), partial(self._texts, prompts)
+            chooser, (*terms, prompts) = self._chooser_of(wanted), asked
             with self._choosing:
-                known = chooser.remembered(wanted, texts, rule, sampling, batch, context)
+                known = chooser.remembered(wanted, partial(self._texts, prompts), *terms)
             if known is None:
-                self._postponed = (wanted, rule, sampling, batch, context, prompts)
+                self._postponed = (wanted, *asked)
                 return usual_tree(wanted, self.target.device.type, self.tokens)
-        return self.choose_tree(wanted, rule, sampling, batch, context, prompts).tree
+        return self.choose_tree(wanted, *asked).tree
 
     def _chooser_of(self, wanted: AutoTree) -> TreeChooser:
         """Return what chooses trees. Raises ValueError if such a tree cannot be drafted."""

@@ -6,7 +6,6 @@ still take minutes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
@@ -134,8 +133,10 @@ class BesideOneNode:
         untimed = RECORDED if self.target.stepper.view else 1
         in_turn: dict[Key | None, Call] = {} if self.slow else {None: self.one_node}
         in_turn.update(calls.items())
-        how = {"agree": self.target.ranks.lead, "waiting": self._waiting}
-        repeats = time_in_turn(in_turn, self.target.device, untimed, REPEATS, **how)
+        target, waiting = self.target, self._waiting
+        repeats = time_in_turn(
+            in_turn, target.device, untimed, REPEATS, agree=target.ranks.lead, waiting=waiting
+        )
         median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
         if not self.slow:
             self._seconds.append(median[None])
@@ -231,18 +232,21 @@ def measure_overhead(
     much other work slowed them down: how much two runs disagree, or how long threads waited for a core. A run
     before them is not counted: graphs are compiled in it.
     """
-    waiting = CoreWait()
-    plain = TreeConfig(1)
+    plain, prompts = TreeConfig(1), [[0] * 4] * batch
     trees = [TreeConfig.within(nodes, depth, min(top_k, beam)) for nodes, depth, top_k in TIMED_TREES]
+
+    def run(tree: TreeConfig) -> float:
+        spec = NoDrafter(target.vocab_size) if tree is plain else drafting
+        return decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS)
+
     found: dict[TreeConfig, list[float]] = {tree: [] for tree in (*trees, plain)}
-    for counted in (False, True, True):
-        for tree, seconds in found.items():
-            spec = NoDrafter(target.vocab_size) if tree is plain else drafting
-            prompts = [[0] * 4] * batch
-            with waiting.counted() if counted else contextlib.nullcontext():
-                median = decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS)
-            if counted:
-                seconds.append(median)
+    for tree in found:
+        run(tree)
+    waiting = CoreWait()
+    with waiting.counted():
+        for _ in range(2):
+            for tree, seconds in found.items():
+                seconds.append(run(tree))
     median_of = {tree.total_tokens: statistics.median(seconds) for tree, seconds in found.items()}
     overhead = StepOverhead(plain=median_of.pop(plain.total_tokens), drafted=median_of)
     return overhead, max(*(disagreement(found[tree]) for tree in trees), waiting.share)
