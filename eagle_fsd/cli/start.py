@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from eagle_fsd.core.checks import without_collector
 from eagle_fsd.core.config import AutoTree
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 
@@ -25,22 +23,6 @@ OF_GRAPHS = (
     *("runtime", "weight_format", "dtype", "head_dtype", "device"),
     *("total_tokens", "depth", "tree_top_k", "min_confidence"),
 )
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Look for no reference cycles inside the block.
-
-    For what makes hundreds of thousands of objects that stay, such as imports: going through them again and
-    again takes an eighth of their time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def begin_early(args: argparse.Namespace) -> None:
