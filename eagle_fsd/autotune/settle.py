@@ -135,20 +135,20 @@ class Settler:
     def measure_postponed(self) -> bool:
         """Choose the tree that texts did not wait for, and return whether there is one now.
 
-        A busy machine is left alone: what is measured there is not remembered.
+        A machine that is busy, or becomes so, is left alone: its times would not be remembered.
         """
         asked, self._postponed = self._postponed, None
         if asked is None:
             return False
-        chooser = self._chooser_of(asked[0])
+        wanted, *terms, prompts = asked
+        chooser = self._chooser_of(wanted)
         with self._choosing:
-            quiet = chooser.is_quiet()
-            if quiet:
-                chooser.announce("; Ctrl-C puts it off")
-        if not quiet:
-            logger.info("the machine is busy: the draft tree's size is measured another time")
+            choice = chooser.if_quiet(wanted, partial(self._texts, prompts), *terms)
+        if choice is None:
+            level = logging.WARNING if chooser.announced else logging.INFO
+            logger.log(level, "the machine is busy: the draft tree's size is measured another time")
             return False
-        self.choose_tree(*asked)
+        logger.info("%s", choice)
         return True
 
     def _tree_now(self, wanted: AutoTree, *asked: Any) -> TreeConfig:

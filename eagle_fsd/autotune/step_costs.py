@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ TIMED_TREES = ((3, 2, 1), (16, 5, 8))  # nodes, depth, top_k: accept and keep ta
 LONGEST = 20.0  # seconds that texts are observed; the step that is running is finished
 SHORTEST = 128  # contexts up to this length cost the same
 REPEATS = 7  # of each forward that is timed
+ENOUGH = 8  # calls whose repeats show together whether the machine is busy
 SLOW = 0.1  # seconds of a forward over one node from which on it is timed once: it reads all weights anew
 
 
@@ -119,11 +120,14 @@ class BesideOneNode:
     """Times calls in turn with a forward over one node, as multiples of it.
 
     A machine that others share may be half as fast for a second, in which all of a call's repeats are made.
-    A slow forward over one node is timed with the first calls only.
+    A slow forward over one node is timed with the first calls only. check: is told the spread so far after
+    each round, once there are enough of them to tell.
     """
 
-    def __init__(self, one_node: Call, target: TargetModel) -> None:
-        self.one_node, self.target = one_node, target
+    def __init__(
+        self, one_node: Call, target: TargetModel, check: Callable[[float], None] = lambda spread: None
+    ) -> None:
+        self.one_node, self.target, self.check = one_node, target, check
         self._seconds: list[float] = []  # of one node, each time
         self._spreads: list[float] = []
         self._waiting = CoreWait()
@@ -141,6 +145,8 @@ class BesideOneNode:
         if not self.slow:
             self._seconds.append(median[None])
         self._spreads += map(disagreement, repeats.values())
+        if len(self._spreads) >= ENOUGH:
+            self.check(self.spread)
         return {key: median[key] / self._seconds[-1] for key in calls}
 
     @property
@@ -171,13 +177,19 @@ def disturbance(target: TargetModel) -> float:
 
 @torch.inference_mode()
 def measure_forwards(
-    target: TargetModel, drafting: DrafterSpec, beams: Sequence[int], batch: int, context: int
+    target: TargetModel,
+    drafting: DrafterSpec,
+    beams: Sequence[int],
+    batch: int,
+    context: int,
+    check: Callable[[float], None] = lambda spread: None,
 ) -> tuple[Forwards, float]:
     """Time the forwards of a step on a cache of `context` slots, whose contents do not matter.
 
     The times depend neither on the rule nor on the sampling. The second value says how much other work slowed
     them down: how much the repeats of a call disagree in the median, or one node's from first to last, or how
-    long threads waited for a core. Above timing.BUSY the times are unreliable.
+    long threads waited for a core. Above timing.BUSY the times are unreliable. check: is told it again and
+    again, and may raise.
     """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
@@ -201,7 +213,7 @@ def measure_forwards(
         verify_root = functools.partial(session.verify, root_only(roots, target.vocab_size))
         return Call(lambda: drafter.draft(roots, TreeConfig(1 + depth, depth, beam)), verify_root)
 
-    times = BesideOneNode(verify(1), target)
+    times = BesideOneNode(verify(1), target, check)
     verified = {1: 1.0}
     with target.stepper.running(batch):
         for width in WIDTHS:

@@ -70,6 +70,10 @@ class NotMeasured(Exception):
     """A choice needs a measurement, and none may be made now."""
 
 
+class MachineBusy(Exception):
+    """Other work slows measurements down that are to be made on a quiet machine only."""
+
+
 def runtime_parts(target: TargetModel) -> list[object]:
     """Return what a target's times depend on, of the runtime that computes it."""
     if target.graphs is None:
@@ -105,6 +109,7 @@ class TreeChooser:
         self.known: dict[str, Any] = {}  # by key: all that this process has measured, read or chosen
         self.announced = False
         self.may_measure = True
+        self.only_if_quiet = False
         self.may_remember = True  # whether choices may be: all measurements so far were reliable
 
     def __call__(
@@ -151,6 +156,19 @@ class TreeChooser:
         finally:
             self.may_measure = True
 
+    def if_quiet(self, *asked: Any) -> Choice | None:
+        """Return the choice for what a call is asked; None as soon as other work slows measurements down."""
+        if self.slowed_down(disturbance(self.target)):
+            return None
+        self.announce("; Ctrl-C puts it off")
+        self.only_if_quiet = True
+        try:
+            return self(*asked)
+        except MachineBusy:
+            return None
+        finally:
+            self.only_if_quiet = False
+
     def observations(
         self,
         prompts: Callable[[], Sequence[Sequence[int]]],
@@ -186,7 +204,9 @@ class TreeChooser:
 
         def measure() -> tuple[Forwards, bool]:
             self.announce()
-            found, spread = measure_forwards(self.target, self.drafting, beams, batch, context)
+            found, spread = measure_forwards(
+                self.target, self.drafting, beams, batch, context, self.require_quiet
+            )
             return found, self.is_idle(spread)
 
         key = record_key(f"forwards {METHOD}", self.models, self.machine, list(beams), batch, context)
@@ -216,12 +236,18 @@ class TreeChooser:
             )
             self.announced = True
 
-    def is_quiet(self) -> bool:
-        """Say whether the machine has no other work at this moment, as far as a few forwards show."""
-        return self.target.ranks.lead(disturbance(self.target) <= BUSY)
+    def slowed_down(self, spread: float) -> bool:
+        """Say whether other work slowed timings down by more than is usual. Rank 0 answers for all."""
+        return self.target.ranks.lead(spread > BUSY)
+
+    def require_quiet(self, spread: float) -> None:
+        """Raise MachineBusy if a quiet machine is needed, and other work has slowed its timings down."""
+        if self.only_if_quiet and self.slowed_down(spread):
+            raise MachineBusy
 
     def is_idle(self, spread: float) -> bool:
         """Say whether the machine had no other work while it timed repeats that disagree by `spread`."""
+        self.require_quiet(spread)
         if spread > BUSY:
             logger.warning(
                 "the machine is busy (other work slows timings down by about %.0f %%): this choice is not "

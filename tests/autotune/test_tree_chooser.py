@@ -329,6 +329,29 @@ def test_a_busy_machine_is_not_measured_where_nobody_waits(
     assert model.settler.measure_postponed() and measured
 
 
+def test_a_machine_that_becomes_busy_is_measured_no_further_where_nobody_waits(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_clock(monkeypatch, measured, 1.0, waited=0.5)
+    monkeypatch.setattr(tree_chooser, "disturbance", lambda target: 0.0)
+    rounds = []
+    timed = step_costs.time_in_turn
+    monkeypatch.setattr(
+        step_costs, "time_in_turn", lambda *parts, **more: rounds.append(1) or timed(*parts, **more)
+    )
+    model = engine()
+    model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+    assert not model.settler.measure_postponed()
+    assert "the machine is busy: the draft tree's size is measured another time" in caplog.text
+    assert "measure_overhead" not in measured and len(rounds) == 4
+    choose(model)
+    assert "this choice is not remembered" in caplog.text, "who waits for a tree gets one"
+    fake_clock(monkeypatch, measured, 1.0)
+    model = engine()
+    model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+    assert model.settler.measure_postponed() and measured.count("observe") == 1
+
+
 # --- on disk ---
 
 
