@@ -462,11 +462,11 @@ def test_a_rule_that_the_drafts_cannot_serve_is_refused_at_once(
     """Not at every message from then on, and the threshold before it stays."""
     assert say(monkeypatch, "/threshold 0.4\n/threshold auto\nHi\n") == 0
     told = capsys.readouterr().err
-    assert "quality_budget: it is looked up in the calibration" in told
+    assert "quality_budget (or threshold auto): it is looked up in the calibration" in told
     assert "js <= 0.4 hybrid" in told and "threshold auto:" not in told
     assert say(monkeypatch, "Hi\n", "--quality-budget", "0.02") == 2
     said, told = capsys.readouterr()
-    assert not said and told.count("\n") == 1 and "error: quality_budget: it is looked up" in told
+    assert not said and told.count("\n") == 1 and "error: quality_budget (or threshold auto): it is" in told
 
 
 def test_a_threshold_takes_a_budgets_place() -> None:

@@ -220,8 +220,8 @@ class Settler:
     ) -> Calibration:
         if self.folder is None:
             raise ValueError(
-                "quality_budget: it is looked up in the calibration in a draft head's folder, and no head "
-                "was loaded from one; give a threshold in its place"
+                "quality_budget (or threshold auto): it is looked up in the calibration in a draft head's "
+                "folder, and no head was loaded from one; give a threshold in its place"
             )
         known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
         return find_calibration(known, self.identity(), sampling, device, wanted, tree)

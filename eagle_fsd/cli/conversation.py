@@ -13,6 +13,7 @@ from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.types import AUTO
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.text.chat import system_turns
 
 if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
@@ -51,8 +52,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all turns but the system message."""
-        system = self.args.system
-        self.turns = [] if system is None else [{"role": "system", "content": system}]
+        self.turns = system_turns(self.args.system)
 
     @property
     def options(self) -> GenerationOptions:

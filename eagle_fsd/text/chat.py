@@ -50,8 +50,12 @@ def encode(
     require_utf8(ASKED, prompt + (system or ""))
     if raw:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}], template)
+    return encode_chat(tokenizer, [*system_turns(system), {"role": "user", "content": prompt}], template)
+
+
+def system_turns(system: str | None) -> list[dict[str, str]]:
+    """Return the turns that a chat begins with before the user's first one."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def encode_as_trained(

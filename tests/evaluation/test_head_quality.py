@@ -20,6 +20,7 @@ from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.evaluation import plots
 from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, calibration, observe
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.commands.evaluate import along_text
 
 ROOT = Path(__file__).parents[2]
 TREE = TreeConfig(16, 5, 3)
@@ -137,6 +138,15 @@ def test_the_script_writes_a_report(
     assert f"tau {record['tau']:.3f}" in shown and "among the draft's best 3, by depth, if right" in shown
     assert "along the text, right before or not, best 1 and 3, by depth: " in shown
     assert len(record["along_text"]["top3"]) == 5 and record["along_text"]["positions"] > 0
+
+
+def test_a_head_of_fewer_tokens_than_are_looked_at_has_a_report(target: TargetModel) -> None:
+    head = tiny_head().restrict(torch.tensor([5, 7]), text_tokens=0)
+    engine = EagleFSD(target, head, base_model="tiny", ea_model="head")
+    prompts = prompts_of([5, 3])
+    _, answers = observe(engine, prompts, TreeConfig(4, 3, 2), 8, batch_size=2)
+    measured = along_text(engine, prompts, answers)
+    assert len(measured["top3"]) == 5 and measured["positions"] > 0
 
 
 @pytest.mark.parametrize(

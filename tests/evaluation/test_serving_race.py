@@ -103,6 +103,17 @@ def test_a_folder_of_weights_that_is_there_is_whole(tmp_path: Path, monkeypatch:
     server_peers.unpack(tmp_path / "a.gguf", folder)  # is left as it is
 
 
+def test_each_file_of_weights_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    files = [tmp_path / name / "a.gguf" for name in ("one", "two")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(b"1")
+    folders = {server_peers.stock_folder(tmp_path, file) for file in files}
+    assert server_peers.stock_folder(tmp_path, files[0]) in folders and len(folders) == 2
+    files[0].write_bytes(b"12")
+    assert server_peers.stock_folder(tmp_path, files[0]) not in folders
+
+
 def test_a_stopped_race_goes_on_with_its_own_rows_only(tmp_path: Path) -> None:
     arguments = argparse.Namespace(max_new_tokens=5, flags=[], base_model="m")
     setting = race_command.setting_of(arguments, ["a", "b"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.provenance import cores
 from eagle_fsd.hub.target_loader import load_target
 
@@ -82,6 +83,13 @@ def peers(
         TRANSFORMERS: Peer(transformers(), "/health", *serving, stock_fields),
         CONTINUOUS: Peer(transformers("--continuous-batching"), "/health", *serving, stock_fields),
     }
+
+
+def stock_folder(output: Path, file: Path) -> Path:
+    """Return the folder of a .gguf file's weights for transformers: another file has another one."""
+    stat = file.stat()
+    made_of = digest_json(str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+    return output / f"transformers-{file.stem}-{made_of[:8]}"
 
 
 def unpack(file: Path, folder: Path) -> None:

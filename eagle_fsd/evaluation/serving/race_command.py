@@ -31,6 +31,7 @@ from eagle_fsd.evaluation.serving.peers import (
     Peer,
     peers,
     require_peer,
+    stock_folder,
     unpack,
 )
 from eagle_fsd.evaluation.serving.processes import Server, free_port, started
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with parsed(parser, argv) as arguments:
         check(arguments)
         file = gguf_file(arguments.base_model)
-        stock_model = arguments.output / "transformers-model"
+        stock_model = stock_folder(arguments.output, file)
         pythons = (arguments.llama_python, arguments.transformers_python)
         chosen = choose(peers(file, stock_model, arguments.flags, *pythons), arguments.servers)
         prompts = all_prompts(arguments)

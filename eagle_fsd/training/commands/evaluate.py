@@ -89,7 +89,8 @@ def along_text(
 
     def best(features: Tensor, k: int) -> Tensor:
         dtype = next(spec.head.parameters()).dtype  # which a list's rows of the lm_head have, too
-        places = spec.vocabulary.logits(features.to(dtype)).topk(k, dim=-1).indices
+        logits = spec.vocabulary.logits(features.to(dtype))
+        places = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
         return places if spec.head.draft_tokens is None else spec.head.draft_tokens[places]
 
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl, write_rows
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
+from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text, system_turns
 from eagle_fsd.training.data.examples import MARK, UNSPACED, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
@@ -71,8 +71,7 @@ def user_opening(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list
             "the target's tokenizer has no chat template, so that the target cannot write prompts in the "
             "user's place; give --prompts"
         )
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": MARK})
+    messages = [*system_turns(system), {"role": "user", "content": MARK}]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
     except REFUSALS as error:
@@ -132,10 +131,9 @@ def answer_prompts(
     Rows are conversations, or pairs of prompt and completion where the tokenizer has no chat template.
     Returns the rows. Prompts that are too long and empty answers are left out and counted.
     """
-    system = [] if plan.system is None else [{"role": "system", "content": plan.system}]
     questions, asked = [], {}
     for number, prompt in enumerate(prompts):
-        turns = [*system, {"role": "user", "content": prompt}]
+        turns = [*system_turns(plan.system), {"role": "user", "content": prompt}]
         tokens = encode_as_trained(tokenizer, turns)
         if len(tokens) <= min(plan.max_prompt_tokens, target.max_positions - 1):
             sampling = plan.samplings[number % len(plan.samplings)]
