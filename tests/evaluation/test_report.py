@@ -121,9 +121,9 @@ def test_models_and_trees_become_sections(tmp_path: Path, no_plots: None) -> Non
     heads = [line for line in text.splitlines() if line.startswith("## ")]
     assert heads[:4] == [
         "## Other, tree 16/5/8",
-        "## SmolLM2-135M-Instruct, tree 16/5/8",
+        "## SmolLM2-135M-Instruct, tree 16/5/8, weight_format float32",
         "## SmolLM2-135M-Instruct, tree 60/6/10",
-        "## SmolLM2-135M-Instruct, tree 16/5/8",
+        "## SmolLM2-135M-Instruct, tree 16/5/8, weight_format int8",
     ]
     assert "- rows: 16; cells: 4; samples: 4" in text and text.count("- rows: 4; cells: 1; samples: 4") == 3
     assert text.count("float32, weights int8, tree") == 1 and text.count("float32, tree") == 3

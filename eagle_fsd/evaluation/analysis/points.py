@@ -34,7 +34,8 @@ SPEED, TAU = "tokens_per_second", "tau"
 SCORE = "score:"  # before the name of a task's own score
 Parts = tuple[float | None, float | None]  # a row's numerator and denominator; None where it is unknown
 # What the panels of a section of a report share, and what those of a panel share beside that.
-SECTION = attrgetter("base_model", "ea_model", "draft_vocab_size", "dtype", "weight_format", "tree")
+SECTION_FIELDS = ("base_model", "ea_model", "draft_vocab_size", "dtype", "weight_format", "tree")
+SECTION = attrgetter(*SECTION_FIELDS)
 TASK = attrgetter("task", "version", "sampling", "max_new_tokens")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from eagle_fsd.evaluation.analysis.points import (
     MEASURES,
     SCORE,
     SECTION,
+    SECTION_FIELDS,
     SPEED,
     TAU,
     Panel,
@@ -134,14 +136,22 @@ def write_report(
     ]
     sections = [(shared, list(members)) for shared, members in groupby(found, lambda one: SECTION(one.row))]
     for number, (shared, members) in enumerate(sections, 1):
-        first = members[0].row
-        text += ["", f"## {first.base_model}, tree {first.tree}", ""]
+        text += ["", f"## {section_title(shared, [one for one, _ in sections])}", ""]
         text += what_was_run([row for row in rows if SECTION(row) == shared])
         suffix = f"_{number}" if len(sections) > 1 else ""
         text += section(members, qualities, speed, folder, suffix, how)
     text += ["", "## What the data cannot say", "", *(f"- {line}" for line in caveats(rows, found, how))]
     write_atomically(folder / "report.md", "\n".join(text) + "\n")
     return folder / "report.md"
+
+
+def section_title(shared: tuple[Any, ...], sections: Sequence[tuple[Any, ...]]) -> str:
+    """Name a section by its target and tree, and by what else tells it from others of the same two."""
+    mine, *others = (dict(zip(SECTION_FIELDS, one, strict=True)) for one in (shared, *sections))
+    named = {name: mine[name] for name in ("base_model", "tree")}
+    alike = [other for other in others if named.items() <= other.items()]
+    apart = [f"{name} {mine[name]}" for name in mine if any(other[name] != mine[name] for other in alike)]
+    return ", ".join([named["base_model"], f"tree {named['tree']}", *apart])
 
 
 def section(
