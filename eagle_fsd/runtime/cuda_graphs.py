@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,22 @@ def usual_stepper(device: torch.device) -> Stepper:
 def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
     """Return a recorder of CUDA graphs with a stream of its own.
 
-    Graphs that live together share one memory pool, because they are replayed one after the other. cuda:
-    torch.cuda, or a stand-in for it.
+    Graphs that live together share one memory pool, because they are replayed one after the other: a replay
+    on another stream than the last one waits for it. cuda: torch.cuda, or a stand-in for it.
     """
     # torch's own capture stream is shared by the process and belongs to the device that captured first.
     stream, pool = cuda.Stream(device), None
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+    last, turn = None, threading.Lock()  # the stream of the last replay
+
+    def replay(graph: Any) -> None:
+        nonlocal last
+        current = cuda.current_stream(device)
+        with turn:
+            if last is not None and current != last:
+                current.wait_stream(last)
+            last = current
+            graph.replay()
 
     def record(work: Callable[[], Any], repeatable: bool) -> tuple[Callable[[], None], Any]:
         nonlocal pool
@@ -49,7 +60,7 @@ def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
             graphs.add(graph)
         if any("Graph is empty" in text for text in given):
             raise NothingRecorded("the CUDA graph is empty")
-        return graph.replay, result
+        return partial(replay, graph), result
 
     return record
 

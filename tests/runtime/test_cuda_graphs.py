@@ -54,10 +54,10 @@ class Graph:
     """One graph of torch's. What is known of its capture outlives it."""
 
     def __init__(self) -> None:
-        self.capture = SimpleNamespace(launches=[], broken=False)
+        self.capture = SimpleNamespace(launches=[], broken=False, replays=0)
 
     def replay(self) -> None:
-        pass
+        self.capture.replays += 1
 
 
 class Cuda:
@@ -176,13 +176,27 @@ def test_work_is_tried_and_captured_beside_the_current_stream() -> None:
     replay, result = record(work, True)
     (graph,) = cuda.captures
     own = graph.options["stream"]
-    assert result == 5 and replay.__self__.capture is graph
+    assert result == 5
+    replay()
+    assert graph.replays == 1
     assert ran == [(own, 1, None), (own, 0, graph)], "tried where waiting shows, then captured"
     assert own.device == DEVICE and own.waited == [cuda.default] and cuda.default.waited == [own]
     assert graph.options["capture_error_mode"] == "thread_local"
     assert cuda.current is cuda.default and cuda.mode == 0
     kept = record(work, False)
     assert kept and len(ran) == 3 and cuda.captures[1].options["pool"] is graph.options["pool"]
+
+
+def test_a_replay_waits_for_the_last_one_where_that_is_on_another_stream() -> None:
+    """Threads may use one model on streams of their own, and what graphs keep between is in one pool."""
+    cuda = Cuda()
+    record = cuda_recorder(DEVICE, cuda)
+    first, second = (record(cuda.launch, True)[0] for _ in range(2))
+    mine, other = Stream(), Stream()
+    for stream, replay in ((mine, first), (mine, second), (other, first), (other, first), (mine, second)):
+        with cuda.stream(stream):
+            replay()
+    assert other.waited == [mine] and mine.waited == [other]
 
 
 def test_two_recorders_have_two_streams() -> None:
