@@ -18,7 +18,7 @@ from support.tiny_models import FAMILIES, VOCAB, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
-from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang
 from eagle_fsd.acceptance.planned import COSTS
@@ -111,7 +111,7 @@ def judged(
     rule: AcceptanceRule, sampling: SamplingConfig, ends: int, tree: DraftTree, logits: Tensor
 ) -> Verdict:
     eos, emitted = torch.arange(ends, device=META), roots()
-    return AcceptStep(Captured())(rule, sampling, eos, tree, logits, Numbers(), emitted)[1]
+    return AcceptStep(Captured())(rule, Verified(tree, logits, sampling, eos), Numbers(), emitted)
 
 
 def step(target: TargetModel, drafted: int | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, choices_of
-from eagle_fsd.core.config import FIRST_FAILURE, PAPER, SamplingConfig
+from eagle_fsd.core.config import FIRST_FAILURE, PAPER
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.randomness.streams import Uniforms
 from eagle_fsd.core.sampling import Warped
@@ -46,17 +46,16 @@ def accept(
     random: each row's stream. emitted: [B] tokens emitted so far, for exact_prefix. noise: [B, depth + 1, V],
     draws the tokens at each depth (see core/randomness/noise.py); None: uniform numbers do.
     """
-    uniforms = draw_uniforms(verified.tree, verified.sampling, random)
-    return accept_by(rule, verified, uniforms, emitted, noise)
+    return accept_by(rule, verified, draw_uniforms(verified, random), emitted, noise)
 
 
-def draw_uniforms(tree: DraftTree, sampling: SamplingConfig, random: Uniforms) -> Tensor | None:
+def draw_uniforms(verified: Verified, random: Uniforms) -> Tensor | None:
     """Draw a step's uniform random numbers [B, 2 * largest], two for each node; None if it is greedy.
 
     Every row uses the same number of its own random numbers each step, whatever the other rows do and however
     many nodes this tree has: it may have fewer than the largest one.
     """
-    return None if sampling.greedy else random.uniform(2 * tree.largest)
+    return None if verified.sampling.greedy else random.uniform(2 * verified.tree.largest)
 
 
 def accept_by(
@@ -208,56 +207,39 @@ class AcceptStep:
 
     def __init__(self, stepper: Stepper = EAGER) -> None:
         self.stepper = stepper
-        self._accept_recorded = stepper.wrap(accept_tree)
+        self._accept_recorded = stepper.wrap(accept_anew)
         # Apart from the above, whose recordings read logits where a forward leaves them: changed logits would
         # be copied there, over the target's own.
-        self._accept_changed = stepper.wrap(accept_tree)
+        self._accept_changed = stepper.wrap(accept_anew)
 
     def __call__(
         self,
         rule: AcceptanceRule,
-        sampling: SamplingConfig,
-        eos: Tensor,
-        tree: DraftTree,
-        logits: Tensor,
+        verified: Verified,
         random: Uniforms,
         emitted: Tensor,
-        several: bool = False,
         noise: Tensor | None = None,
+        several: bool = False,
         changed: bool = False,
-    ) -> tuple[Verified, Verdict]:
-        """Return the verified tree and the verdict: which path of it is accepted.
+    ) -> Verdict:
+        """Do what `accept` does, recorded where that is possible.
 
-        logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
-        emitted: [B], the number of tokens that each text has so far. several: whether other trees are
-        accepted before this verdict is read. It is then copied out of memory that recordings share. noise:
-        see `accept`. changed: whether the logits are other ones than the target's own.
+        several: whether other trees are accepted before this verdict is read. It is then copied out of memory
+        that recordings share. changed: whether the logits are other ones than the target's own.
         """
-        uniforms = draw_uniforms(tree, sampling, random)
-        verified = Verified(tree, logits, sampling, eos)
         recurs = not several or len(emitted) <= FEW_SIZES
-        if self.stepper.records and recurs and is_immutable(rule):
-            run = self._accept_changed if changed else self._accept_recorded
-            verdict = run(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
-            return verified, copied(verdict) if several else verdict
-        return verified, accept_by(rule, verified, uniforms, emitted, noise)
+        if not (self.stepper.records and recurs and is_immutable(rule)):
+            return accept(rule, verified, random, emitted, noise)
+        run = self._accept_changed if changed else self._accept_recorded
+        verdict = run(rule, verified, draw_uniforms(verified, random), emitted, noise)
+        return copied(verdict) if several else verdict
 
 
-def accept_tree(
-    rule: AcceptanceRule,
-    sampling: SamplingConfig,
-    eos: Tensor,
-    tree: DraftTree,
-    logits: Tensor,
-    uniforms: Tensor | None,
-    emitted: Tensor,
-    noise: Tensor | None = None,
+def accept_anew(
+    rule: AcceptanceRule, verified: Verified, uniforms: Tensor | None, emitted: Tensor, noise: Tensor | None
 ) -> Verdict:
-    """Do what `accept_by` does, for AcceptStep to record.
-
-    What is verified is put together here: what it has computed would be missing from a recording.
-    """
-    return accept_by(rule, Verified(tree, logits, sampling, eos), uniforms, emitted, noise)
+    """Do what `accept_by` does, for a recording, which would miss what `verified` has already computed."""
+    return accept_by(rule, replace(verified), uniforms, emitted, noise)
 
 
 def is_immutable(thing: Any) -> bool:

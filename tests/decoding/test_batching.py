@@ -12,7 +12,7 @@ from support.every_drafter import DRAFTERS, engine, every_drafter, target
 from support.tiny_models import VOCAB, prompts_of
 
 from eagle_fsd import Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import Verdict
+from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
@@ -204,7 +204,7 @@ def greedy_verdict(tree: DraftTree, logits: torch.Tensor) -> Verdict:
     random = RowRandom(0, 1)
     ends = torch.empty(0, dtype=torch.int64)
     emitted = torch.zeros(1, dtype=torch.int64)
-    return AcceptStep()(Lossless(), SamplingConfig(), ends, tree, logits, random, emitted)[1]
+    return AcceptStep()(Lossless(), Verified(tree, logits, SamplingConfig(), ends), random, emitted)
 
 
 def require_same(mine: State, its: State) -> None:

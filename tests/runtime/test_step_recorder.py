@@ -463,10 +463,8 @@ def test_groups_of_many_rows_are_not_recorded(rows: int, several: bool, recorded
     found = star_tree(torch.zeros(rows, dtype=torch.int64), 4, 16)
     logits = torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(0))
     none = torch.zeros(rows, dtype=torch.int64)
-    verdicts = [
-        step(Lossless(), SamplingConfig(), none[:0], found, logits, RowRandom(0, rows), none, several)[1]
-        for step in steps
-    ]
+    verified = Verified(found, logits, SamplingConfig(), none[:0])
+    verdicts = [step(Lossless(), verified, RowRandom(0, rows), none, several=several) for step in steps]
     assert recorder.recordings == recorded
     assert all(one.tokens.equal(verdicts[0].tokens) for one in verdicts[1:])
 

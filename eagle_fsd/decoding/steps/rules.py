@@ -40,10 +40,12 @@ def apply_rules(batch: Batch, tree: DraftTree, logits: Tensor, groups: list[Grou
         texts = [batch.texts[row] for row in rows]
         if terms.processing.active:
             of_rows = process(of_rows, trees, [text.processor for text in texts])
-        ends = end_tokens(terms.eos_token_ids, logits.device)
+        verified = Verified(trees, of_rows, terms.sampling, end_tokens(terms.eos_token_ids, logits.device))
         noise = draw_noise(texts, random, trees, logits.shape[-1])
-        part = (ends, trees, of_rows, random, counts, several, noise, terms.processing.active)
-        groups.append((rows, *batch.accept_step(terms.rule, terms.sampling, *part)))
+        verdict = batch.accept_step(
+            terms.rule, verified, random, counts, noise, several, changed=terms.processing.active
+        )
+        groups.append((rows, verified, verdict))
     return merge_verdicts([(rows, verdict) for rows, _, verdict in groups])
 
 
