@@ -20,8 +20,9 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, StepOverhead, TreeObserver
 from eagle_fsd.core.config import WIDEST, SamplingConfig, TreeConfig
 from eagle_fsd.core.randomness.streams import RowRandom
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Observer, Request
 from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter, Seen
@@ -73,12 +74,12 @@ def decode_sample(
         rule=rule,
         tree=tree,
         sampling=sampling,
-        observer=observer,
     )
-    watch, stats = Stopwatch(synchronizer(target.device)), [GenerationStats() for _ in prompts]
-    random, start = RowRandom(0, len(prompts), target.device), time.monotonic()
+    watch, start = Stopwatch(synchronizer(target.device)), time.monotonic()
+    random, accept_step = RowRandom(0, len(prompts), target.device), AcceptStep(target.stepper)
+    batch = Batch(session, drafter, random, tree, watch, accept_step, observer)
     rests, before = [], 0.0
-    for _ in decode(request, session, drafter, random, stats, watch, AcceptStep(target.stepper)):
+    for _ in decode(batch, request.texts()):
         spent = watch.seconds["accept"] + watch.seconds["keep"]
         rests.append(spent - before)
         before = spent

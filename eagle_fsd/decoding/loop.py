@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict
-from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.padding import pad_right
-from eagle_fsd.core.randomness.streams import RowRandom
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.logits.shared_noise import draft_noise
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.prompts.prefix_cache import PrefixCache
-from eagle_fsd.decoding.request import Request, Text
+from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.steps.emission import Step, emit_or_fail, note_logprobs, to_host
 from eagle_fsd.decoding.steps.rules import Group, apply_rules, show
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
@@ -32,31 +29,20 @@ from eagle_fsd.target.session import TargetSession
 
 @torch.inference_mode()
 def decode(
-    request: Request,
-    target: TargetSession,
-    drafter: Drafter,
-    random: RowRandom,
-    stats: Sequence[GenerationStats],
-    watch: Stopwatch,
-    accept_step: AcceptStep | None = None,
-    texts_made: list[Text] | None = None,
-    prefixes: PrefixCache | None = None,
+    batch: Batch, texts: Sequence[Text], prefixes: PrefixCache | None = None
 ) -> Generator[list[list[int]]]:
-    """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done).
+    """Decode texts in an empty batch of as many rows.
 
-    texts_made: the texts are added to it, for those who want more of them than their tokens. prefixes: kept
-    texts, from one of which a single row goes on; its own is kept when it ends, unless by an error.
+    Yields, after every step, the tokens that each text emitted in it (none once it is done). prefixes: kept
+    texts, from one of which a single text goes on; its own is kept when it ends, unless by an error.
     """
-    texts = request.texts(stats)
-    if texts_made is not None:
-        texts_made += texts
-    batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
-    with watch("prefill"):
+    prompts = [text.prompt for text in texts]
+    with batch.watch("prefill"):
         if prefixes is not None:
-            roots, stats[0].reused_tokens = prefixes.read(request.prompts[0], target, drafter)
+            roots, texts[0].stats.reused_tokens = prefixes.read(prompts[0], batch.target, batch.drafter)
         else:
-            tokens = pad_right(request.prompts, 0).to(target.device)
-            roots = prefill(tokens, list(map(len, request.prompts)), target, drafter)
+            tokens = pad_right(prompts, 0).to(batch.target.device)
+            roots = prefill(tokens, list(map(len, prompts)), batch.target, batch.drafter)
         batch.begin(texts, roots)
     try:
         while batch.active:

@@ -60,9 +60,8 @@ class TextStream:
         self.seed = None if greedy else seed
         self._watch, self._seconds = Stopwatch(), 0.0
         self._ended: list[GenerationStats] = []  # the sum over texts that have ended, once there are any
-        streams = row_streams(seed, len(request.prompts))
-        texts = request.texts([GenerationStats() for _ in request.prompts])
-        for text, stream in zip(texts, streams, strict=True):
+        texts = request.texts()
+        for text, stream in zip(texts, row_streams(seed, len(texts)), strict=True):
             text.stream = stream
         self._pending, self._rows = deque(texts), rows
         self._begun: dict[Text, tuple[float, dict[str, float]]] = {}  # the clock and the watch at that time

@@ -61,22 +61,25 @@ class GenerationOutput:
 class BatchStream:
     """A batch while it is made. Each step yields the tokens of every row, none once the row is done.
 
-    stats: one per row, updated at every step except for the seconds: the caller sets them, from the watch and
-    from its own clock. tree, rule, seed: see GenerationOutput. texts: by row, from the first step on. Call
-    `close()`, or use a `with`, to end early. ended: is set then, for a step that runs in another thread.
+    texts: by row. tree, rule, seed: see GenerationOutput. Call `close()`, or use a `with`, to end early.
+    ended: is set then, for a step that runs in another thread.
     """
 
     steps: Generator[list[list[int]]]
-    stats: list[GenerationStats]
+    texts: list[Text]
     watch: Stopwatch
     tree: TreeConfig
     rule: AcceptanceRule
     seed: Seed | None = None
-    texts: list[Text] = field(default_factory=list)
     ended: Event = field(default_factory=Event)
 
     def __post_init__(self) -> None:
         _suspended.add(self.steps)
+
+    @property
+    def stats(self) -> list[GenerationStats]:
+        """One per row, updated at every step except for the seconds, which the caller sets."""
+        return [text.stats for text in self.texts]
 
     @property
     def logprobs(self) -> list[list[TokenLogprob]] | None:
@@ -164,15 +167,13 @@ def run_to_end(
     """Run a batch to its end and return its texts. streamer: is shown the text, of which there is one."""
     feed = Feed(streamer, input_ids, len(started.stats))
     start = time.perf_counter()  # after the tree was chosen, which does not count
-    new_tokens: list[list[int]] = [[] for _ in started.stats]
     with started, feed:
         for chunks in started.steps:
             feed.put(chunks)
-            for row, chunk in enumerate(chunks):
-                new_tokens[row] += chunk
     for stats in started.stats:
         stats.set_times(started.watch, time.perf_counter() - start)
     settled = {name: getattr(started, name) for name in ("tree", "rule", "seed", "logprobs")}
+    new_tokens = [text.new_tokens for text in started.texts]
     return GenerationOutput.of(input_ids, new_tokens, started.stats, pad_token_id, **settled)
 
 

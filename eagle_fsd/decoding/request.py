@@ -273,15 +273,12 @@ class Request:
         """The most tokens that a text may have, its prompt included."""
         return max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True))
 
-    def texts(self, stats: Sequence[GenerationStats]) -> list[Text]:
-        """Return the texts of the rows, which are counted in these statistics."""
+    def texts(self) -> list[Text]:
+        """Return the texts of the rows, none of which has a token yet."""
         terms = Terms(tuple(self.eos_token_ids), self.rule, self.sampling, self.processing)
-        rows = zip(self.prompts, self.limits, stats, strict=True)
-        texts = [
-            Text(number, limit, terms, of_row, prompt, top_logprobs=self.logprobs)
-            for number, (prompt, limit, of_row) in enumerate(rows)
+        stoppers: Sequence[Stopper | None] = self.stoppers or [None] * len(self.prompts)
+        rows = zip(self.prompts, self.limits, stoppers, strict=True)
+        return [
+            Text(number, limit, terms, prompt=prompt, top_logprobs=self.logprobs, stopper=stopper)
+            for number, (prompt, limit, stopper) in enumerate(rows)
         ]
-        if self.stoppers:
-            for text, stopper in zip(texts, self.stoppers, strict=True):
-                text.stopper = stopper
-        return texts

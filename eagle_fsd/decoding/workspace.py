@@ -15,9 +15,11 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import autocast_dtype
 from eagle_fsd.core.randomness.streams import RowRandom, Seed, fresh_seed
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.stats import Stopwatch
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream
+from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.request import Request, Text
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.files.fingerprints import weights_of
@@ -127,10 +129,10 @@ class Workspaces:
         self.target.expect(batch, tree.total_tokens)
         if workspace.spec.rests:
             self.target.expect(batch, 1)
-        stats, watch = [GenerationStats() for _ in request.prompts], Stopwatch()
-        texts, ended = list[Text](), threading.Event()
-        steps = self.decode(workspace, request, random, stats, watch, texts, ended)
-        return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts, ended)
+        texts, watch, ended = request.texts(), Stopwatch(), threading.Event()
+        parts = (workspace.session, workspace.drafter, random, tree, watch, workspace.accept_step)
+        steps = self.decode(workspace, Batch(*parts, request.observer), texts, request.prompt_cache, ended)
+        return BatchStream(steps, texts, watch, tree, request.rule, None if greedy else seed, ended)
 
     def take(
         self, batch: int, prompt: int, longest: int, tree: TreeConfig, drafter: DrafterSpec | None
@@ -158,23 +160,17 @@ class Workspaces:
     def decode(
         self,
         workspace: Workspace,
-        request: Request,
-        random: RowRandom,
-        stats: Sequence[GenerationStats],
-        watch: Stopwatch,
-        texts: list[Text],
+        batch: Batch,
+        texts: Sequence[Text],
+        prompt_cache: PromptCache | None,
         ended: threading.Event,
     ) -> Generator[list[list[int]]]:
-        """Yield the steps of the decoding loop until `ended` is set, then take the workspace back.
-
-        texts: see `decode`.
-        """
+        """Yield the steps of a batch in this workspace until `ended` is set, then take the workspace back."""
         try:
             prefixes = None
-            if request.prompt_cache is not None and len(request.prompts) == 1:
-                prefixes = request.prompt_cache.texts_of(self.target, workspace.spec)
-            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
-            with contextlib.closing(decode(request, *parts, texts, prefixes)) as steps:
+            if prompt_cache is not None and len(texts) == 1:
+                prefixes = prompt_cache.texts_of(self.target, workspace.spec)
+            with contextlib.closing(decode(batch, texts, prefixes)) as steps:
                 for step in steps:
                     yield step
                     if ended.is_set():

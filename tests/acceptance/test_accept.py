@@ -26,8 +26,8 @@ from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import warp
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.engine import EagleFSD
@@ -781,15 +781,12 @@ def test_lossless_law_of_the_first_two_tokens(
             tree=TreeConfig(6, 2, 3),
             sampling=sampling,
         )
-        stats = [GenerationStats() for _ in range(rows)]
-        texts: list[list[int]] = [[] for _ in range(rows)]
-        random = OneStream(rows, generator(100 + batch))
-        target, drafter = ChainTarget(chain, rows), ChainDrafter(draft, rows)
-        for news in decode(request, target, drafter, random, stats, Stopwatch()):  # type: ignore[arg-type]
-            for text, new in zip(texts, news, strict=True):
-                text.extend(new)
-        pairs.append(torch.tensor(texts))
-        accepted += sum(entry.exact_accepts for entry in stats)
+        texts, random = request.texts(), OneStream(rows, generator(100 + batch))
+        parts = (ChainTarget(chain, rows), ChainDrafter(draft, rows), random, request.tree)
+        for _ in decode(Batch(*parts), texts):  # type: ignore[arg-type]
+            pass
+        pairs.append(torch.tensor([text.new_tokens for text in texts]))
+        accepted += sum(text.stats.exact_accepts for text in texts)
     assert 0.2 * batches * rows < accepted < 1.8 * batches * rows, (
         "the draft must be right sometimes for this to test anything"
     )

@@ -15,7 +15,8 @@ from eagle_fsd.acceptance.calibration import FILE, Calibration, write_calibratio
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.randomness.streams import RowRandom
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.drafter import Drafter
@@ -53,8 +54,8 @@ def worst_fit(
         sampling=SamplingConfig(1.0),
         processing=processing,
     )
-    stats = [GenerationStats() for _ in range(rows)]
-    steps = list(decode(request, target, drafter, RowRandom(3, rows), stats, Stopwatch()))
+    made = request.texts()
+    steps = list(decode(Batch(target, drafter, RowRandom(3, rows), CHAIN_TREE), made))
     counts = torch.zeros(4, 4, 4, dtype=torch.float64)
     for row, prompt in enumerate(request.prompts):
         text = [*prompt[-2:], *[token for chunks in steps for token in chunks[row]]]
@@ -64,7 +65,8 @@ def worst_fit(
     expected = table.double().softmax(-1) * counts.sum(-1, keepdim=True)
     contexts = [(one, two) for one in range(4) for two in range(4) if expected[one, two].min() >= 5]
     assert len(contexts) > 12
-    return min(chisquare(counts[two].numpy(), expected[two].numpy()).pvalue for two in contexts), stats
+    least = min(chisquare(counts[two].numpy(), expected[two].numpy()).pvalue for two in contexts)
+    return least, [text.stats for text in made]
 
 
 def require_own_calibrations(engines: Sequence[EagleFSD], folder: Path) -> None:

@@ -21,8 +21,9 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.randomness.streams import RowRandom
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.drafter import Drafter, Seen
@@ -333,8 +334,7 @@ def run_loop(
     )
     if isinstance(drafter, DraftHead):
         drafter = eagle_drafter(drafter, target, batch, capacity, target.device)
-    stats = [GenerationStats() for _ in prompts]
-    session = TargetSession(target, batch, capacity, drafter.needs.taps)
-    steps = list(decode(request, session, drafter, RowRandom(seed, batch), stats, Stopwatch()))
+    session, made = TargetSession(target, batch, capacity, drafter.needs.taps), request.texts()
+    steps = list(decode(Batch(session, drafter, RowRandom(seed, batch), request.tree), made))
     texts = [[token for chunks in steps for token in chunks[row]] for row in range(batch)]
-    return Decoded(texts, steps, stats)
+    return Decoded(texts, steps, [text.stats for text in made])
