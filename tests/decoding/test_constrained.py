@@ -435,6 +435,17 @@ def test_a_draft_that_fails_a_constraint_does_the_text_no_harm(seed: int) -> Non
     assert brittle.failure == ("too deep" if word[:3] == trap else "")
 
 
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_text_whose_constraint_fails_says_so(tree: TreeConfig) -> None:
+    """Also where the constraint failed on a draft, which the text then took."""
+    model, prompt = drafted_by_itself(), [[5, 6, 7]]
+    plain = model.generate(prompt, max_new_tokens=4, temperature=0.0, tree=TreeConfig(1)).new_tokens[0]
+    brittle = BrittleLanguage(frozenset({tuple(plain)}), traps=frozenset({tuple(plain[:2])}))
+    (failed,) = run(model, prompt, [brittle], tree=tree)
+    assert failed.new_tokens == plain[:2] and failed.stats.finish_reason == FAILED
+    assert "language cannot be followed any further (too deep)" in str(failed.failure)
+
+
 def test_a_constraint_needs_an_end_token() -> None:
     with pytest.raises(ValueError, match="language needs an end token"):
         ConstrainedText(languages(1)[0], [])

@@ -30,7 +30,8 @@ class ConstrainedText:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take in tokens that the text has emitted. An end token is its last."""
-        self._failed = ""
+        if tokens:
+            self._failed = ""
         for token in tokens:
             if token not in self.ends:
                 self.walk.advance(token)
