@@ -797,7 +797,10 @@ BAD = {
     "NaN top_p": (generate(top_p=math.nan), "top_p is nan"),
     "negative seed": (generate(seed=-1), r"seed -1 must be an int in \[0, 2\*\*63\)"),
     "half a seed": (generate(seed=1.5), "seed 1.5 must be an int"),
-    "a truth for an end token": (generate(eos_token_id=True), "eos_token_id is True: it must be one token"),
+    "a truth for an end token": (
+        generate(eos_token_id=True),
+        "eos_token_id has True: a token id is an integer",
+    ),
     "two seeds for a row": (
         generate(seed=[1, 2]),
         r"seed has 2 values for 1 rows: give one int or one per row, which may be .* \[\(seed, row\)\]",
@@ -848,9 +851,12 @@ BAD = {
         generate(input_ids=transformers.BatchEncoding({"input_ids": torch.tensor([[1, 2]])})),
         r"^input_ids is a BatchEncoding, not a .*; pass what a tokenizer returns as \*\*encoded, or its enc",
     ),
-    "end token of halves": (generate(eos_token_id=2.5), "eos_token_id is 2.5: it must be one token id or a"),
-    "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
-    "end token past the vocabulary": (generate(eos_token_id=-1), "eos_token_id is -1"),
+    "end token of halves": (generate(eos_token_id=2.5), "eos_token_id has 2.5: a token id is an integer"),
+    "end token of text": (generate(eos_token_id="</s>"), "eos_token_id has '</s>'"),
+    "end token past the vocabulary": (
+        generate(eos_token_id=-1),
+        "eos_token_id has -1: a token id is an integer of at least 0",
+    ),
 }
 
 

@@ -185,6 +185,11 @@ def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
         set_handlers(None)
 
 
+def plain(value: Any) -> Any:
+    """Return a tensor's or an array's numbers as lists, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:
     """Raise ValueError unless `value` is an integer in [minimum, maximum]; numpy's too, but no bool."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import one_line, plain
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def plain_rows(input_ids: object) -> list[object]:
     """
     if not isinstance(input_ids, list | tuple):
         return []
-    return [row.tolist() if hasattr(row, "tolist") else row for row in input_ids]
+    return list(map(plain, input_ids))
 
 
 def as_mask(attention_mask: object, device: torch.device | None = None) -> Tensor:

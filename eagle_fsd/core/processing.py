@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eagle_fsd.core.checks import format_value, require_integer, require_number
+from eagle_fsd.core.checks import format_value, plain, require_integer, require_number
 
 if TYPE_CHECKING:  # torch takes seconds to import, and values are checked without it
     from torch import Tensor
@@ -152,28 +152,32 @@ class Processing:
 
 
 def as_tokens(name: str, value: object, some: bool = True) -> tuple[int, ...]:
-    """Return token ids as a tuple. some: there must be one. Raises ValueError if they are not token ids."""
-    given: tuple[object, ...] = ()
-    if value is not None:
-        given = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    for token in given:
+    """Return one token id or several, tensors and arrays among them, as a tuple. some: there must be one.
+
+    Raises ValueError if they are not token ids.
+    """
+    found = plain(value)
+    several = isinstance(found, Iterable) and not isinstance(found, (str, bytes, Mapping))
+    given: tuple[Any, ...] = () if found is None else tuple(found) if several else (found,)
+    for token in map(plain, given):
         if not isinstance(token, Integral) or isinstance(token, bool) or int(token) < 0:
             raise ValueError(
                 f"{name} has {format_value(token)}: a token id is an integer of at least 0; fix it"
             )
     if some and not given:
         raise ValueError(f"{name} has an empty sequence: it must have a token id at least; leave it out")
-    return tuple(int(token) for token in given)  # type: ignore[call-overload]
+    return tuple(map(int, given))
 
 
 def as_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     """Return sequences of token ids as tuples. Raises ValueError for anything else."""
     if value is None:
         return ()
-    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+    given = plain(value)
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
         raise ValueError(f"{name} is {format_value(value)}: it must be a list of lists of token ids; fix it")
     found: list[tuple[int, ...]] = []
-    for one in value:
+    for one in map(plain, given):
         if not isinstance(one, Iterable):
             raise ValueError(
                 f"{name} has {format_value(one)}: it must be a list of token ids; write [{one!r}]"

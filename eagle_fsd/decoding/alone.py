@@ -8,10 +8,11 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import FORMS
-from eagle_fsd.core.randomness.streams import fresh_seed
+from eagle_fsd.core.randomness.streams import SEED_LIMIT
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.decoding.request import Prompts
+from eagle_fsd.decoding.workspace import settle_seed
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 
@@ -30,10 +31,10 @@ def run_alone(
                 f"{name} is not supported for the target alone: Hugging Face's generate decodes there, with "
                 "the model's own end tokens and without steps; leave it out"
             )
-    seed = target.ranks.lead(fresh_seed()) if options.seed is None else options.seed
-    require_integer("seed", seed, 0, "any will do")
     sampling = options.sampling
-    settings: tuple[Any, ...] = (sampling, seed, pad_token_id, options.processing)
+    seed: Any = settle_seed(options.seed, sampling.greedy, target.ranks)
+    require_integer("seed", seed, 0, "any will do", SEED_LIMIT - 1)
+    settings = (sampling, seed, pad_token_id, options.processing)
     new_tokens, stats = generate_alone(target, prompts.rows, min(prompts.limits), *settings)
     used = None if sampling.greedy else seed
     return GenerationOutput.of(input_ids, new_tokens, stats, pad_token_id, seed=used)

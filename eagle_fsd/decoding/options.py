@@ -222,10 +222,10 @@ class GenerationOptions:
 
         named_sampling: what the model names for who asks it to sample, as with do_sample.
         """
-        if self.do_sample is False:
-            defaults = {**defaults, "temperature": 0.0}
-        elif self.do_sample:
+        if self.do_sample:
             defaults = {**ASKED_TO_SAMPLE, **named_sampling, **defaults}
+        elif self.do_sample is not None:  # False, or what equals it
+            defaults = {**defaults, "temperature": 0.0}
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if "min_new_tokens" in own:  # a model's own may be more than this call asks for
             own["min_new_tokens"] = min(own["min_new_tokens"], self.max_new_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import as_ids, infer_mask, unpad
-from eagle_fsd.core.processing import UNPROCESSED, Processing
+from eagle_fsd.core.processing import UNPROCESSED, Processing, as_tokens
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
 from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
@@ -145,15 +144,14 @@ def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None)
     """Return the tokens that end a text: the caller's, or else the model's own."""
     if eos_token_id is None:
         return target.eos_token_ids
-    ids = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple, set)) else (eos_token_id,)
+    ids = as_tokens("eos_token_id", eos_token_id, some=False)
     for token in ids:
-        is_id = isinstance(token, Integral) and not isinstance(token, bool)
-        if not is_id or not 0 <= int(token) < target.vocab_size:
+        if token >= target.vocab_size:
             raise ValueError(
-                f"eos_token_id is {eos_token_id!r}: it must be one token id or a list of them, in "
-                f"0..{target.vocab_size - 1}; None takes the model's own"
+                f"eos_token_id has {token}: the target's tokens are 0..{target.vocab_size - 1}; None takes "
+                "the model's own"
             )
-    return tuple(int(token) for token in ids)
+    return ids
 
 
 @dataclass(frozen=True)

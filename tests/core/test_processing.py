@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
-from eagle_fsd.core.processing import Processing, as_tokens
+from eagle_fsd.core.processing import Processing, as_biases, as_sequences, as_tokens
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,20 @@ def test_a_text_is_no_sequence_of_tokens() -> None:
     with pytest.raises(ValueError, match=r"^suppress_tokens has 'ab': a token id is an integer"):
         as_tokens("suppress_tokens", "ab")
     assert as_tokens("suppress_tokens", 0) == as_tokens("suppress_tokens", [0]) == (0,)
+    for wrong in (b"ab", {5: 1}):
+        with pytest.raises(ValueError, match=r"^suppress_tokens has .*: a token id is an integer"):
+            as_tokens("suppress_tokens", wrong)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, numpy.array])
+def test_tokens_come_as_tensors_and_arrays_too(kind: Callable[[object], Any]) -> None:
+    assert as_tokens("suppress_tokens", kind(5)) == as_tokens("suppress_tokens", kind([5])) == (5,)
+    assert as_tokens("suppress_tokens", [kind(5), kind(6)]) == (5, 6)
+    assert as_sequences("bad_words_ids", kind([[5, 6], [7, 8]])) == ((5, 6), (7, 8))
+    assert as_biases([(kind([5, 6]), -1.0)]) == (((5, 6), -1.0),)
+    with pytest.raises(ValueError, match=r"^bad_words_ids is .*: it must be a list of lists"):
+        as_sequences("bad_words_ids", kind(5))
+    with pytest.raises(ValueError, match=r"^bad_words_ids has 5: it must be a list of .*; write \[5\]$"):
+        as_sequences("bad_words_ids", kind([5]))
+    with pytest.raises(ValueError, match=r"^suppress_tokens has 5\.0: a token id is an integer"):
+        as_tokens("suppress_tokens", kind([5.0]))

@@ -6,14 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from support.tiny_models import prompts_of, tiny_head, tiny_model
+from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.processing import Processing
+from eagle_fsd.decoding.request import end_token_ids
 from eagle_fsd.target.model import TargetModel
 
 TREE = TreeConfig(8, 3, 3)
@@ -107,8 +109,9 @@ def test_do_sample_is_hugging_faces() -> None:
     named = model.generate(prompt, temperature=0.4, top_k=3, **shared).new_tokens
     assert model.generate(prompt, do_sample=True, **shared).new_tokens == named != wanted
     assert GenerationOptions(max_new_tokens=8).with_defaults({"min_new_tokens": 20}).min_new_tokens == 8
-    greedy = GenerationOptions(do_sample=False).with_defaults({"temperature": 0.3, "top_k": 7})
-    assert greedy.sampling.greedy
+    for no in (False, 0, numpy.False_):
+        greedy = GenerationOptions(do_sample=no).with_defaults({"temperature": 0.3, "top_k": 7})
+        assert greedy.sampling.greedy
 
 
 def test_sequences_alone_are_returned_where_no_dict_is_asked_for() -> None:
@@ -137,6 +140,28 @@ def test_an_unknown_keyword_is_named() -> None:
 def test_stop_strings_are_strings(value: object) -> None:
     with pytest.raises(ValueError, match=r"^stop_strings (is|has) .*; fix it$"):
         GenerationOptions(stop_strings=value)
+
+
+def test_end_tokens_come_as_lists_tensors_and_arrays() -> None:
+    model = engine()
+    for one in (4, [4], {4}, range(4, 5), torch.tensor(4), torch.tensor([4]), numpy.array([4])):
+        assert end_token_ids(model.target, one) == (4,)
+    assert end_token_ids(model.target, None) == model.target.eos_token_ids
+    for wrong in (True, "4", b"4", [4.0], -1, {4: 4}):
+        with pytest.raises(ValueError, match=r"^eos_token_id has .*: a token id is an integer of at least 0"):
+            end_token_ids(model.target, wrong)
+    with pytest.raises(ValueError, match=f"^eos_token_id has {VOCAB}: the target's tokens are 0"):
+        end_token_ids(model.target, [4, VOCAB])
+
+
+def test_the_target_alone_takes_the_seeds_that_texts_take() -> None:
+    """Greedy text takes none, and leaves torch's own generator where it is."""
+    model, state = engine(), torch.get_rng_state()
+    assert model.target_alone(prompts_of([5]), max_new_tokens=3, temperature=0.0).seed is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.target_alone(prompts_of([5]), max_new_tokens=3, temperature=1.0, seed=2**63 - 1).seed > 0
+    with pytest.raises(ValueError, match=f"^seed is {2**63}: it must be an integer between 0 and"):
+        model.target_alone(prompts_of([5]), max_new_tokens=3, temperature=1.0, seed=2**63)
 
 
 def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
