@@ -295,6 +295,24 @@ def test_a_stream_that_another_thread_closes_ends_after_its_step() -> None:
     assert len(made) == 1 and stream.stats.finish_reason == "interrupted"
 
 
+def test_a_batch_that_another_thread_closes_ends_after_its_step() -> None:
+    inside, told = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert told.wait(60)
+
+    batch = engine().stream_batch(PROMPTS[:1] * 2, max_new_tokens=NEW_TOKENS, observer=wait)
+    steps: list[list[list[int]]] = []
+    reader = threading.Thread(target=lambda: steps.extend(batch.steps))
+    reader.start()
+    assert inside.wait(60)
+    batch.close()
+    told.set()
+    reader.join(60)
+    assert len(steps) == 1 and [row.finish_reason for row in batch.stats] == ["interrupted"] * 2
+
+
 def test_a_baseline_and_drawn_seeds_do_not_disturb_each_other() -> None:
     """Both draw from torch's one generator, which the baseline sets and puts back."""
     model, options = engine(), {"max_new_tokens": 30, "temperature": 1.0}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from eagle_fsd.core.randomness.streams import Seed, row_streams
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
-from eagle_fsd.decoding.request import INTERRUPTED, Request, Text, TokenLogprob
+from eagle_fsd.decoding.request import Request, Text, TokenLogprob, interrupt
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.workspace import settle_seed
 from eagle_fsd.drafting.drafter import DrafterSpec
@@ -126,9 +126,7 @@ class TextStream:
         self._pending.clear()
         self._scheduler.abandon()
         ended = list(self._begun)
-        for text in ended:
-            if not text.done:
-                text.stats.finish_reason = INTERRUPTED
+        interrupt(ended)
         return [self._finish(text) for text in ended]
 
     def _finish(self, text: Text) -> FinishedText:

@@ -20,7 +20,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.request import INTERRUPTED, Text, TokenLogprob
+from eagle_fsd.decoding.request import Text, TokenLogprob, interrupt
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,8 @@ class BatchStream:
     def close(self) -> None:
         """End the texts and free their memory, after the step that another thread may be running."""
         self.ended.set()
-        if not close_quietly(self.steps):
-            return
-        for stats in self.stats:
-            stats.finish_reason = stats.finish_reason or INTERRUPTED
+        if close_quietly(self.steps):
+            interrupt(self.texts)
 
     def __enter__(self) -> BatchStream:
         return self

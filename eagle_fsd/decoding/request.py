@@ -245,6 +245,12 @@ class Text:
         return self.stats.finish_reason is not None
 
 
+def interrupt(texts: Iterable[Text]) -> None:
+    """Note of the texts that are not done that they are ended from outside."""
+    for text in texts:
+        text.stats.finish_reason = text.stats.finish_reason or INTERRUPTED
+
+
 @dataclass(frozen=True)
 class Request:
     """One batch to decode.

@@ -20,7 +20,7 @@ from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
-from eagle_fsd.decoding.request import Request, Text
+from eagle_fsd.decoding.request import Request, Text, interrupt
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.files.fingerprints import weights_of
 from eagle_fsd.runtime.ranks import Ranks
@@ -174,6 +174,7 @@ class Workspaces:
                 for step in steps:
                     yield step
                     if ended.is_set():
+                        interrupt(texts)
                         break
         finally:
             self.cache_bytes = workspace.session.cache_bytes
