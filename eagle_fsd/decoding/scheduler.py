@@ -230,10 +230,10 @@ class Scheduler:
         found = self.prefixes.find(waiting[0].prompt)
         if found is not None:
             self.prefixes.use(found[0])  # now: it may yet be dropped to make room for more texts
-        count = 1
+        count, prompts = 1, {tuple(waiting[0].prompt)}
         while count < min(len(waiting), free):
             more = waiting[: count + 1]
-            prompts = unique_prompts(more)
+            prompts.add(tuple(more[-1].prompt))
             if len(prompts) > 1:
                 whole = len(prompts) * max(map(len, prompts))
                 if whole > most or found is not None or self.prefixes.find(more[-1].prompt) is not None:

@@ -10,6 +10,7 @@ import torch
 from support.drafters import StandInSpec
 from support.every_drafter import DRAFTERS, engine, every_drafter, target
 from support.tiny_models import VOCAB, prompts_of
+from torch import Tensor
 
 from eagle_fsd import Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
@@ -17,12 +18,14 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding import scheduler as scheduler_module
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import keep
 from eagle_fsd.decoding.prompts import prefill as prefill_module
 from eagle_fsd.decoding.prompts import prefix_cache
-from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill
-from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache
+from eagle_fsd.decoding.prompts.prefill import SHARED, PromptReader, prefill
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, count_agreed
+from eagle_fsd.decoding.prompts.reading import unique_prompts
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
 from eagle_fsd.decoding.workspace import Workspace, make_workspace
@@ -596,6 +599,69 @@ def test_a_kept_text_that_another_begins_with_adds_nothing() -> None:
     prefixes.read_anyway = 25
     assert prefixes.find(range(55)) == (prefixes.texts[0], 30)
     assert not add(range(1, 1002))
+
+
+def keeping(texts: Sequence[Sequence[int]]) -> PrefixCache:
+    prefixes = PrefixCache(10_000)
+    prefixes.texts = [KeptText(torch.tensor(one), len(one), SavedRow(0, {}), None) for one in texts]
+    return prefixes
+
+
+def test_a_prompt_that_goes_on_from_another_is_found_as_by_comparing_all() -> None:
+    rng = random.Random(0)
+    trunk = [rng.randrange(9) for _ in range(200)]
+
+    def branch() -> list[int]:
+        """A text that begins with a part of the trunk."""
+        return trunk[: rng.randrange(200)] + [rng.randrange(9) for _ in range(rng.randrange(1, 90))]
+
+    def saves_reading(read: list[int], prompts: list[list[int]]) -> bool:
+        for prompt in prompts:
+            agreed, found = count_agreed(torch.tensor(read), torch.tensor(prompt)), prefixes.find(prompt)
+            if agreed >= SHARED and agreed - (found or (None, 0))[1] >= SHARED:
+                return True
+        return False
+
+    answers = []
+    for _ in range(500):
+        prefixes = keeping([branch() for _ in range(rng.randrange(3))])
+        read, prompts = branch(), [branch() for _ in range(3)]
+        answers.append(saves_reading(read, prompts))
+        assert prefixes.saves_reading(read, prompts) == answers[-1]
+    assert 50 < sum(answers) < 450
+
+
+def test_texts_that_begin_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that waits is looked up after every slice of a long one, which must not take long."""
+    compared: list[int] = []
+
+    def counted(one: Tensor, other: Tensor) -> int:
+        compared.append(len(one))
+        return count_agreed(one, other)
+
+    monkeypatch.setattr(prefix_cache, "count_agreed", counted)
+    prefixes = keeping([[number, *range(40 + number)] for number in range(9)])
+    found = prefixes.find([7, *range(30), 99])
+    assert found == (prefixes.texts[7], 31) and compared == [48]
+    shared = [7, *range(40), *range(80)]
+    assert prefixes.saves_reading(shared, [[*shared, number] for number in range(64)])
+    assert compared == [48, 48], "that prompts are alike is seen without kept texts"
+
+
+def test_copies_of_a_prompt_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that a reading is made up, and not for every copy anew."""
+    seen: list[int] = []
+
+    def counted(texts: Sequence[Text]) -> list[tuple[int, ...]]:
+        seen.append(len(texts))
+        return unique_prompts(texts)
+
+    monkeypatch.setattr(scheduler_module, "unique_prompts", counted)
+    scheduler, prompt = scheduler_of("eagle", rows=16), prompts_of([20])[0]
+    for number in range(16):
+        scheduler.admit(text(number, prompt, 2))
+    drain(scheduler, {})
+    assert sum(seen) == 16
 
 
 # --- the budget and those who leave ---

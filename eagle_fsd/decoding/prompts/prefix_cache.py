@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class KeptText:
     slots: int
     target: SavedRow
     drafter: tuple[SavedRow, ...] | None
+
+    @cached_property
+    def beginning(self) -> list[int]:
+        """The tokens that a prompt has to share at least."""
+        return self.tokens[:LEAST].tolist()
 
     def load(self, start: int, tokens: Tensor, session: TargetSession, drafter: Drafter) -> PromptReader:
         """Let row 0 hold the first `start` tokens of a prompt [1, L], and return a reader of the others."""
@@ -69,10 +75,12 @@ class PrefixCache:
 
         None: no text begins with at least LEAST of the prompt's tokens.
         """
-        if not self.texts:
+        beginning = list(prompt[:LEAST])
+        alike = [kept for kept in self.texts if kept.beginning == beginning]
+        if not alike:
             return None
         tokens, best, length, most = host_tokens(prompt), None, LEAST - 1, len(prompt) - self.read_anyway
-        for kept in self.texts:
+        for kept in alike:
             if (agreed := min(count_agreed(kept.tokens, tokens), most)) > length:
                 best, length = kept, agreed
         return None if best is None else (best, length)
@@ -112,15 +120,10 @@ class PrefixCache:
         """
         if not self.limit:
             return False
-        tokens = host_tokens(read)
-        for prompt in prompts:
-            agreed = count_agreed(tokens, host_tokens(prompt))
-            if agreed < SHARED:
-                continue
-            found = self.find(prompt)
-            if found is None or agreed - found[1] >= SHARED:
-                return True
-        return False
+        found = self.find(read)
+        least = SHARED + (0 if found is None else found[1])  # what they share beyond kept texts is worth it
+        beginning = list(read[:least])
+        return len(beginning) == least and any(list(prompt[:least]) == beginning for prompt in prompts)
 
     def keep(
         self,
