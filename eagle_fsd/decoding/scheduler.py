@@ -133,6 +133,7 @@ class Scheduler:
     def abandon(self) -> None:
         """Drop all texts as they are, also after a step that raised, and keep nothing of them."""
         self.waiting.clear()
+        self._unkept.clear()
         self.reading = self.batch = self._workspace = None
 
     @property

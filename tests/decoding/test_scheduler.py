@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -238,3 +240,17 @@ def test_a_prompt_without_room_is_refused(length: int) -> None:
         scheduler.admit(Text(4, 5, Terms(()), prompt=[1] * length))
     with pytest.raises(ValueError, match="rows is 0"):
         Scheduler(model.target, None, TREE, 0)
+
+
+def test_texts_that_are_abandoned_are_let_go() -> None:
+    """A prompt of a hundred thousand tokens must not stay for as long as its scheduler does."""
+    model = engine()
+    scheduler = Scheduler(model.target, model.drafter, TREE, rows=4)
+    for number, prompt in enumerate(prompts()):
+        scheduler.admit(text(number, prompt, 20))
+    held = [weakref.ref(one) for one in scheduler.waiting]
+    for _ in range(3):
+        scheduler.step()
+    scheduler.abandon()
+    gc.collect()
+    assert not scheduler.busy and not any(one() for one in held)
