@@ -202,7 +202,7 @@ def as_biases(value: object) -> tuple[Bias, ...]:
             f"logit_bias is {format_value(value)}: it must map tokens to numbers, such as {{42: -5.0}}; fix "
             "it"
         ) from error
-    found = {as_tokens("logit_bias", tokens): bias for tokens, bias in pairs}
+    found = {as_tokens("logit_bias", tokens): plain(bias) for tokens, bias in pairs}
     for bias in found.values():
         if bias != -math.inf:
             require_number("logit_bias", bias, -LARGEST, LARGEST, "-100 all but rules a token out")

@@ -44,7 +44,9 @@ def test_tokens_come_as_tensors_and_arrays_too(kind: Callable[[object], Any]) ->
     assert as_tokens("suppress_tokens", kind(5)) == as_tokens("suppress_tokens", kind([5])) == (5,)
     assert as_tokens("suppress_tokens", [kind(5), kind(6)]) == (5, 6)
     assert as_sequences("bad_words_ids", kind([[5, 6], [7, 8]])) == ((5, 6), (7, 8))
-    assert as_biases([(kind([5, 6]), -1.0)]) == (((5, 6), -1.0),)
+    assert as_biases([(kind([5, 6]), -1.0)]) == as_biases({(5, 6): kind(-1.0)}) == (((5, 6), -1.0),)
+    with pytest.raises(ValueError, match=r"^logit_bias is \[-1.0, 2.0\]: it must be a number"):
+        as_biases({5: kind([-1.0, 2.0])})
     with pytest.raises(ValueError, match=r"^bad_words_ids is .*: it must be a list of lists"):
         as_sequences("bad_words_ids", kind(5))
     with pytest.raises(ValueError, match=r"^bad_words_ids has 5: it must be a list of .*; write \[5\]$"):
