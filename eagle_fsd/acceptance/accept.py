@@ -133,6 +133,12 @@ class Verified:
         """Return a table's [B, N] entry for each node's parent: [B, N]; the root's entry means nothing."""
         return table.gather(1, self.parents)
 
+    def at_owners(self) -> Tensor:
+        """Return the logits at the nodes that own a draft distribution: [B, M, V]."""
+        owners = self.tree.owners.clamp(min=0)  # an unused row of log_q gets the root's
+        places = owners + self.rows * self.logits.shape[1]
+        return self.logits.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, owners.shape)
+
     def log_p(self) -> Tensor:
         """Return raw log p [B, N] of every node's token at its parent."""
         # Only N entries are read, so one log-sum-exp is cheaper than a log_softmax over [B, N, V].

@@ -153,10 +153,8 @@ class Fuzzy:
             return verified.divergences[self.divergence]
         tree = verified.tree
         # Only M of N nodes own a draft distribution, so p is taken at these before the work over V.
-        owners = tree.owners.clamp(min=0) + verified.rows * tree.tokens.shape[1]
-        logits = verified.logits.flatten(0, 1).index_select(0, owners.flatten())
-        logits = logits.unflatten(0, owners.shape)  # [B, M, V]
-        measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted, tree.rest)
+        p = verified.at_owners()
+        measured = sparse_divergence(self.divergence, p, tree.log_q, tree.drafted, tree.rest)
         found = scatter_to_owners(tree, measured, torch.inf)
         verified.divergences[self.divergence] = found
         return found

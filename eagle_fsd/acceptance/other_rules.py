@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards
+from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards, scatter_to_owners
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER
@@ -201,12 +201,11 @@ class Ensemble:
             return None
         allowed = verified.allowed(self.exact_eos)
         if verified.sampling.greedy:
-            rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
-            p = verified.logits[rows, tree.owners.clamp(min=0)].softmax(-1)
+            p = verified.at_owners().softmax(-1)
             q = tree.whole_log_q(p.shape[-1]).exp()
             best = (self.weight * p + (1 - self.weight) * q).argmax(-1)  # [B, M]
-            owned = tree.owners[:, :, None] == tree.parents[:, None, :]  # [B, M, N]
-            return (allowed & (owned & (best[:, :, None] == tree.tokens[:, None, :])).any(1)).float()
+            wanted = verified.at_parent(scatter_to_owners(tree, best, -1))
+            return (allowed & (wanted == tree.tokens)).float()
         # The draft's distributions are at temperature 1; temper them like the target's: [B, M, W], or W + 1
         # with the rest.
         log_q = tree.log_q if tree.rest is None else torch.cat((tree.log_q, tree.rest[..., None]), dim=-1)

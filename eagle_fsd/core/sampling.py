@@ -122,17 +122,15 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     size = min(_BLOCK, vocab)
     # The block is found first: a float64 running sum over the whole vocabulary would be slow.
     missing = -vocab % size
-    blocks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(
-        -1, (-1, size)
-    )  # [..., V / 256, 256]
+    padded = F.pad(probs, (0, missing)) if missing else probs
+    blocks = padded.unflatten(-1, (-1, size))  # [..., V / 256, 256]
     masses = blocks.sum(-1, dtype=torch.float64)
     running = masses.cumsum(-1)
     block, point = _first_beyond(masses, running, u.double() * masses.sum(-1))
     before = running.gather(-1, block) - masses.gather(-1, block)
     inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2).double()
-    token, _ = _first_beyond(
-        inside, inside.cumsum(-1), (point[..., None] - before).squeeze(-1).clamp_min(0.0)
-    )
+    rest = (point - before.squeeze(-1)).clamp_min(0.0)
+    token, _ = _first_beyond(inside, inside.cumsum(-1), rest)
     return (block * size + token).squeeze(-1)
 
 

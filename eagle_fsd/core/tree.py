@@ -8,7 +8,7 @@ W the tokens that are drafted (all V, or a list of some), S cache slots in view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from eagle_fsd.core.padding import on_device
 # text (`copied` in drafting/lookup); or the target's likeliest tokens at an earlier place (`recycled`).
 HEAD, SUFFIX, RECYCLED = range(3)
 SOURCES = ("head", "suffix", "recycled")
+COMMON = ("depth", "drafted", "most")  # fields of DraftTree that are of all rows alike
 SINKS = 4  # first tokens of a text that a head sees from everywhere
 
 
@@ -79,18 +80,8 @@ class DraftTree:
     def select(self, rows: Sequence[int]) -> DraftTree:
         """Return the trees of these rows of the batch."""
         index = on_device(rows, self.tokens.device)
-        return replace(
-            self,
-            tokens=self.tokens[index],
-            parents=self.parents[index],
-            depths=self.depths[index],
-            log_q=self.log_q[index],
-            owners=self.owners[index],
-            columns=None if self.columns is None else self.columns[index],
-            rest=None if self.rest is None else self.rest[index],
-            scores=None if self.scores is None else self.scores[index],
-            sources=None if self.sources is None else self.sources[index],
-        )
+        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
+        return replace(self, **{name: part[index] for name, part in parts.items() if part is not None})
 
     @property
     def children(self) -> Tensor:
