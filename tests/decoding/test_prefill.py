@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.tiny_models import prompts_of, tiny_head, tiny_model
+from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
@@ -19,8 +19,9 @@ from eagle_fsd.decoding.prompts.prefill import (
     prefill,
     read_prompts,
 )
-from eagle_fsd.drafting.drafter import Needs, Seen
+from eagle_fsd.drafting.drafter import Needs, NoDrafter, Seen
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
+from eagle_fsd.drafting.specs import with_lookup
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -60,8 +61,12 @@ def test_a_beginning_is_read_once_where_it_is_long_and_shared(
     assert alone == ([(1, SHARED)] if once else [])
 
 
+@pytest.mark.parametrize("drafts", ["with a head", "by looking up", "not at all"])
 @torch.inference_mode()
-def test_features_of_a_part_go_once_the_drafter_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_of_a_part_go_once_the_drafter_has_read_them(
+    drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it reads none: those of a long prompt take more memory than its keys and values."""
     target, made, read = TargetModel(tiny_model()), list[weakref.ref[Tensor]](), TargetSession.prefill
 
     def noted(*given: object) -> Tensor:
@@ -70,7 +75,9 @@ def test_features_of_a_part_go_once_the_drafter_has_read_them(monkeypatch: pytes
         return features
 
     monkeypatch.setattr(TargetSession, "prefill", noted)
-    drafter = EagleSpec.for_target(tiny_head(), target).make(1, 32, TreeConfig(8, 3, 3))
+    head = EagleSpec.for_target(tiny_head(), target)
+    specs = {"with a head": head, "by looking up": with_lookup(None, target)}
+    drafter = specs.get(drafts, NoDrafter(VOCAB)).make(1, 32, TreeConfig(8, 3, 3))
     reader = PromptReader(torch.tensor(prompts_of([13])), TargetSession(target, 1, 32), drafter)
     while reader.left:
         assert reader.read(4) == 4

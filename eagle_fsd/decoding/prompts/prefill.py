@@ -74,6 +74,7 @@ class PromptReader:
         self.position = max(start - 1, 0)
         self._begun = start > 0
         self._in_parts = isinstance(drafter, Resumable)
+        self._all_at_once = drafter.needs.features and not self._in_parts  # it is shown all features together
         self._features: list[Tensor] = []  # [1, n, d] of the tokens read, as far as they are still needed
 
     @property
@@ -97,14 +98,14 @@ class PromptReader:
             shown, before = self.tokens[:, : end + 1], features_before(features, self.drafter)
             if self._begun:
                 shown, before = self.tokens[:, start + 1 : end + 1], features
-            if self.left and self.drafter.needs.next_tokens:
-                self._features = [torch.cat(self._features, dim=1)[:, -LISTED:]]
             self._show(shown, before)
-            if not self.drafter.needs.next_tokens:
-                self._features.clear()
         elif not self.left:
             whole = torch.cat(self._features, dim=1)
             self._show(self.tokens, features_before(whole, self.drafter))
+        if self.drafter.needs.next_tokens and not self._all_at_once:
+            self._features = [torch.cat(self._features, dim=1)[:, -LISTED:]]
+        elif not self._all_at_once:
+            self._features.clear()
         return count
 
     def _show(self, tokens: Tensor, before: Tensor | None) -> None:
