@@ -61,8 +61,8 @@ class GenerationOutput:
 class BatchStream:
     """A batch while it is made. Each step yields the tokens of every row, none once the row is done.
 
-    texts: by row. tree, rule, seed: see GenerationOutput. Call `close()`, or use a `with`, to end early.
-    ended: is set then, for a step that runs in another thread.
+    texts: by row. watch: the seconds of its phases. tree, rule, seed: see GenerationOutput. Call `close()`,
+    or use a `with`, to end early. ended: is set then, for a step that runs in another thread.
     """
 
     steps: Generator[list[list[int]]]
