@@ -21,8 +21,8 @@ DTYPES = {
 }
 
 
-# What torch, its libraries, drivers, C++ and systems say when memory ends.
-NO_ROOM = ("out of memory", "t allocate", "to allocate", "enough memory", "bad_alloc", "ALLOC_FAILED")
+# What torch, its libraries, drivers, C++ and systems say when memory ends. "Not allocated" is another error.
+NO_ROOM = ("out of memory", "t allocate ", "to allocate", "enough memory", "bad_alloc", "ALLOC_FAILED")
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -66,7 +66,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError, TypeError, ImportError) as error:
         count = torch.cuda.device_count()
-        there = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu"
+        there = " or ".join(("cpu", *(f"cuda:{number}" for number in range(count))))
         raise ValueError(
             f"device {str(device)!r} is not there ({one_line(error, 80)}): torch must see it; use {there}"
         ) from error

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_fsd.core.devices import forward_size, multiplies_bfloat16, ran_out_of_memory, resolve_dtype
+from eagle_fsd.core.devices import (
+    forward_size,
+    multiplies_bfloat16,
+    ran_out_of_memory,
+    resolve_device,
+    resolve_dtype,
+)
 
 
 def test_a_gpu_reads_more_tokens_at_once_and_all_rows_share_them() -> None:
@@ -51,3 +57,26 @@ def test_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
     assert ran_out_of_memory(error)
     assert not ran_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert not ran_out_of_memory(RuntimeError("Expected all tensors to be allocated on the same device"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The tensor has a non-zero number of elements, but its data is not allocated yet.",  # of torch
+        "Error memory is not allocated for edge: 3",  # of OpenVINO, as the next one
+        "primitive: input memory was not allocated",
+    ],
+)
+def test_memory_that_nobody_allocated_is_no_lack_of_it(words: str) -> None:
+    assert not ran_out_of_memory(RuntimeError(words))
+
+
+@pytest.mark.parametrize(
+    ("count", "there"), [(0, "use cpu"), (1, "use cpu or cuda:0"), (2, "use cpu or cuda:0 or cuda:1")]
+)
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(
+    count: int, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ValueError, match=f"^device 'gpu' is not there .*; {there}$"):
+        resolve_device("gpu")
