@@ -19,7 +19,6 @@ from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream
-from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
 from eagle_fsd.decoding.request import Request, Text, interrupt
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.files.fingerprints import weights_of
@@ -116,7 +115,7 @@ class Workspaces:
         self._lock = threading.RLock()
 
     def start(self, request: Request, seed: Seed | None, drafter: DrafterSpec | None) -> BatchStream:
-        """Return a batch, whose texts run at the first step.
+        """Return a batch, which takes memory and reads its prompts at the first step.
 
         seed: None draws one. drafter: drafts the trees, unless they have one node.
         """
@@ -124,14 +123,12 @@ class Workspaces:
         seed = settle_seed(seed, greedy, self.target.ranks)
         batch, tree = len(request.prompts), request.tree
         random = RowRandom(seed, batch, self.target.device)  # first: it checks the seed
-        longest = max(map(len, request.prompts))
-        workspace = self.take(batch, longest, request.longest_text, tree, drafter)
+        spec = self.spec_for(tree, drafter)
         self.target.expect(batch, tree.total_tokens)
-        if workspace.spec.rests:
+        if spec.rests:
             self.target.expect(batch, 1)
         texts, watch, ended = request.texts(), Stopwatch(), threading.Event()
-        parts = (workspace.session, workspace.drafter, random, tree, watch, workspace.accept_step)
-        steps = self.decode(workspace, Batch(*parts, request.observer), texts, request.prompt_cache, ended)
+        steps = self.decode(request, spec, texts, random, watch, ended)
         return BatchStream(steps, texts, watch, tree, request.rule, None if greedy else seed, ended)
 
     def take(
@@ -159,18 +156,22 @@ class Workspaces:
 
     def decode(
         self,
-        workspace: Workspace,
-        batch: Batch,
+        request: Request,
+        spec: DrafterSpec,
         texts: Sequence[Text],
-        prompt_cache: PromptCache | None,
+        random: RowRandom,
+        watch: Stopwatch,
         ended: threading.Event,
     ) -> Generator[list[list[int]]]:
-        """Yield the steps of a batch in this workspace until `ended` is set, then take the workspace back."""
+        """Take a workspace, yield the steps of a batch in it until `ended` is set, and give it back."""
+        prompt = max(map(len, request.prompts))
+        workspace = self.take(len(texts), prompt, request.longest_text, request.tree, spec)
         try:
             prefixes = None
-            if prompt_cache is not None and len(texts) == 1:
-                prefixes = prompt_cache.texts_of(self.target, workspace.spec)
-            with contextlib.closing(decode(batch, texts, prefixes)) as steps:
+            if request.prompt_cache is not None and len(texts) == 1:
+                prefixes = request.prompt_cache.texts_of(self.target, spec)
+            parts = (workspace.session, workspace.drafter, random, request.tree, watch, workspace.accept_step)
+            with contextlib.closing(decode(Batch(*parts, request.observer), texts, prefixes)) as steps:
                 for step in steps:
                     yield step
                     if ended.is_set():

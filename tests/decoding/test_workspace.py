@@ -176,16 +176,30 @@ def test_a_workspace_is_used_again_after_rows_have_left_it() -> None:
     ends = {"eos_token_id": [whole[0][3]]}
     assert [len(words) for words in text([5, 9], **ends)] != [24, 24]
     assert spare is not None and model._workspaces.spare is spare
-    stream = model.stream(prompts_of([5]), max_new_tokens=8, tree=TREE)
-    assert model._workspaces.spare is None
-    chunks = iter(stream)
+    chunks = iter(model.stream(prompts_of([5]), max_new_tokens=8, tree=TREE))
     first = next(chunks)
+    assert model._workspaces.spare is None
     assert text([5])[0][: len(first)] == first
     other = model._workspaces.spare
     assert other is not None and other is not spare
     words = [*first, *(token for chunk in chunks for token in chunk)]
     assert words == plain.generate(prompts_of([5]), max_new_tokens=8, tree=TREE).new_tokens[0]
     assert text([5], max_new_tokens=8, tree=TreeConfig(1)) == [words]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_what_is_never_run_takes_no_workspace() -> None:
+    """A call that is refused, or a stream that nobody reads, leaves the next one what was recorded."""
+    model, options = engine(OpRecorder()), {"max_new_tokens": 8, "tree": TREE}
+    model.generate(prompts_of([5]), **options)
+    spare = model._workspaces.spare
+    with pytest.raises(ValueError, match="streamer is 'x': it must have put and end"):
+        model.generate(prompts_of([5]), streamer="x", **options)
+    with pytest.raises(ValueError, match="a stream gives one text"):
+        model.stream(prompts_of([5]), num_return_sequences=2, temperature=1.0, **options)
+    model.stream(prompts_of([5]), **options).close()
+    model.stream_batch(prompts_of([5]), **options)
+    assert spare is not None and model._workspaces.spare is spare
 
 
 @pytest.mark.usefixtures("accelerator")
