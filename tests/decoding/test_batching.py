@@ -646,6 +646,7 @@ def test_texts_that_begin_otherwise_are_not_compared(monkeypatch: pytest.MonkeyP
     shared = [7, *range(40), *range(80)]
     assert prefixes.saves_reading(shared, [[*shared, number] for number in range(64)])
     assert compared == [48, 48], "that prompts are alike is seen without kept texts"
+    assert prefixes.prepare(shared, len(shared), 1000) and compared == [48, 48, 48]
 
 
 def test_copies_of_a_prompt_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

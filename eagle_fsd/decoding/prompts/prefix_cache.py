@@ -70,14 +70,17 @@ class PrefixCache:
         """The slots that the kept texts take."""
         return sum(kept.slots for kept in self.texts)
 
+    def beginning_like(self, tokens: Sequence[int]) -> list[KeptText]:
+        """Return the kept texts that begin with the same LEAST tokens."""
+        beginning = list(tokens[:LEAST])
+        return [kept for kept in self.texts if kept.beginning == beginning]
+
     def find(self, prompt: Sequence[int]) -> tuple[KeptText, int] | None:
         """Return the kept text that begins most like a prompt, and how many tokens need not be read.
 
         None: no text begins with at least LEAST of the prompt's tokens.
         """
-        beginning = list(prompt[:LEAST])
-        alike = [kept for kept in self.texts if kept.beginning == beginning]
-        if not alike:
+        if not (alike := self.beginning_like(prompt)):
             return None
         tokens, best, length, most = host_tokens(prompt), None, LEAST - 1, len(prompt) - self.read_anyway
         for kept in alike:
@@ -160,14 +163,16 @@ class PrefixCache:
 
         room: the slots that all kept texts may take now. A text that another one begins with adds nothing.
         """
-        limit, new = min(self.limit, room), host_tokens(tokens)
-        if slots > limit or len(new) <= LEAST:
+        limit = min(self.limit, room)
+        if slots > limit or len(tokens) <= LEAST:
             return False
-        for kept in self.texts:
-            if count_agreed(kept.tokens, new) == len(new):
+        new = host_tokens(tokens)
+        agreed = {kept: count_agreed(kept.tokens, new) for kept in self.beginning_like(tokens)}
+        for kept, count in agreed.items():
+            if count == len(new):
                 self.use(kept)
                 return False
-        self.texts = [kept for kept in self.texts if count_agreed(kept.tokens, new) < len(kept.tokens)]
+        self.texts = [kept for kept in self.texts if agreed.get(kept, 0) < len(kept.tokens)]
         self.shrink(limit - slots)
         return True
 
