@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import random
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
@@ -31,6 +34,7 @@ from eagle_fsd.autotune.tree_search import Choice, Observation, usual_tree
 from eagle_fsd.core.config import SamplingConfig as Sampling
 from eagle_fsd.files.records import cache_file
 from eagle_fsd.runtime import timing
+from eagle_fsd.runtime.step_recorder import Graphs
 from eagle_fsd.target.model import TargetModel
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.6, 50, 0.9)
@@ -146,6 +150,8 @@ def test_greedy_cool_and_warm_observations_are_three(measured: list[str]) -> Non
     [
         ({"wanted": AutoTree(depth=2)}, []),
         ({"wanted": AutoTree(min_confidence=0)}, []),
+        ({"wanted": AutoTree(top_k=8)}, ["measure_forwards"]),
+        ({"wanted": AutoTree(top_k=2)}, ["measure_forwards", "measure_overhead"]),
         ({"batch": 2}, ["measure_forwards", "measure_overhead"]),
         ({"context": 200}, ["measure_forwards"]),
         ({"sampling": SAMPLED}, ["measure_overhead", "observe"]),
@@ -179,11 +185,54 @@ def test_a_container_with_a_new_host_name_finds_what_was_measured(
     monkeypatch.setattr(platform, "node", lambda: "another")
     choose(engine())
     assert len(measured) == 3
-    monkeypatch.setattr(tree_chooser, "cores", lambda: 1000)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (tree_chooser, "cores", lambda: 1000),
+        (tree_chooser, "processor", lambda: "another"),
+        (tree_chooser, "backend_names", lambda _: ["blocks"]),
+        (tree_chooser, "runtime_parts", lambda _: ["another"]),
+        (torch, "get_num_threads", lambda: 77),
+        (TargetModel, "layer_classes", ["Linear8bit"]),
+        (TargetModel, "weight_format", "int8"),
+        (tree_chooser, "__version__", "0.0.1"),
+    ],
+)
+def test_acceptance_does_not_depend_on_the_machine_and_times_do(
+    place: Any, name: str, value: object, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights, and another release, have other acceptance too."""
     choose(engine())
-    assert measured[3:] == ["measure_forwards", "measure_overhead"], (
-        "acceptance does not depend on the machine"
-    )
+    monkeypatch.setattr(place, name, value)
+    choose(engine())
+    times = ["measure_forwards", "measure_overhead"]
+    assert sorted(measured[3:]) == [*times, *["observe"] * (name in ("weight_format", "__version__"))]
+
+
+def test_a_choice_is_made_once_for_all_that_it_depends_on(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    real = tree_chooser.choose
+
+    def choosing(costs: Any, observed: Any, wanted: AutoTree, batch: int, **reading: bool) -> Choice:
+        made.append((list(observed), wanted, batch, *reading.values()))
+        return real(costs, observed, wanted, batch, **reading)
+
+    monkeypatch.setattr(tree_chooser, "choose", choosing)
+    beams, deep = [1, 2, 4, 8, 10], AutoTree(depth=2)
+    others = ({"wanted": deep}, {"rule": Fuzzy(0.3)}, {"batch": 3}, {"batch": 4}, {"context": 200})
+    for asked in ({}, {}, *others):
+        choose(engine(), **asked)
+    assert made == [
+        *((beams, AutoTree(), 1, True, False), (beams, deep, 1, True, False)),
+        *((beams, AutoTree(), batch, True, False) for batch in (1, 4, 1)),
+    ]
+    few = tiny_head().restrict(torch.tensor([3, 7]))
+    choose(EagleFSD(TargetModel(tiny_model(), Graphs(lambda *_: pytest.fail("nothing runs"))), few))
+    assert made[-1] == ([1, 2], AutoTree(), 1, True, True)
 
 
 def test_rules_are_of_one_kind_by_powers_of_two() -> None:
@@ -218,6 +267,7 @@ def test_a_rule_without_a_name_is_measured_and_not_remembered(measured: list[str
     made = len(measured)
     choose(engine(), Nameless())
     assert measured[made:].count("observe") == 4 and "measure_forwards" not in measured[made:]
+    assert len(json.loads(cache_file().read_text(encoding="utf-8"))) == 1, "the times of the forwards"
 
 
 # --- a busy machine ---
@@ -279,6 +329,19 @@ def test_a_machine_whose_cores_are_taken_is_busy_though_its_times_agree(
     assert "the machine is busy (other work slows timings down by about 50 %)" in caplog.text
     choose(engine())
     assert measured[3:] == ["measure_forwards"]
+
+
+def test_an_overhead_that_was_timed_on_a_busy_machine_is_not_remembered(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = fake_measurement("measure_overhead")
+    with monkeypatch.context() as patch:
+        patch.setattr(tree_chooser, "BUSY", timing.BUSY)
+        patch.setattr(tree_chooser, "measure_overhead", lambda *_: (found, 2 * timing.BUSY))
+        choose(engine())
+    measured.clear()
+    choose(engine())
+    assert measured == ["measure_overhead"]
 
 
 # --- texts that do not wait ---
@@ -356,12 +419,41 @@ def test_a_machine_that_becomes_busy_is_measured_no_further_where_nobody_waits(
 
 
 def test_what_was_measured_is_read_back_as_it_was() -> None:
-    seen = [Observation([-1, 0, 1], [0, 1, 2], [0.0, -0.5, -1.25], [1, 2]), Observation([-1], [0], [0.0], [])]
+    seen = [
+        Observation([-1, 0, 1], [0, 1, 2], [0.0, -0.501234, -1.25], [1, 2]),
+        Observation([-1], [0], [0.0], []),
+    ]
     assert observations_from_json(json.loads(json.dumps(observations_to_json(seen)))) == seen
     forwards = step_costs.Forwards(dict.fromkeys((1, *WIDTHS), 0.5), {1: (0.25, 0.0), 8: (0.5, 0.125)})
     assert forwards_from_json(json.loads(json.dumps(forwards_to_json(forwards)))) == forwards
     overhead = step_costs.StepOverhead({3: 0.25, 16: 0.5}, 0.125)
     assert overhead_from_json(json.loads(json.dumps(overhead_to_json(overhead)))) == overhead
+
+
+VERIFY = [[width, 0.5] for width in (1, *WIDTHS)]
+
+
+@pytest.mark.parametrize(
+    ("unpack", "found"),
+    [
+        *(
+            (forwards_from_json, {"verify": [[1, seconds], *VERIFY[1:]], "draft": [[1, [0.5, 0.0]]]})
+            for seconds in (-1.0, 0.0, math.inf, math.nan, 1)
+        ),
+        (forwards_from_json, {"verify": VERIFY, "draft": [[1, [0.0, 0.5]]]}),
+        (forwards_from_json, {"verify": VERIFY[:-1], "draft": [[1, [0.5, 0.0]]]}),
+        (forwards_from_json, {"verify": VERIFY, "draft": []}),
+        (overhead_from_json, {"drafted": [[3, 0.25]], "plain": 0.5}),
+        (overhead_from_json, {"drafted": [[3, 0.25], [16, 0.5]], "plain": -0.5}),
+        (observations_from_json, [[[-1, 1], [0, 1], [0.0, -0.5], []]]),  # a node above itself
+        (observations_from_json, [[[-1, -2], [0, 1], [0.0, -0.5], []]]),
+        (observations_from_json, [[[-1, 0], [0, 1], [0.0], []]]),
+        (observations_from_json, [[[-1], [0], [0.0], [1]]]),
+    ],
+)
+def test_measurements_that_cannot_be_are_not_read(unpack: Callable[[Any], object], found: Any) -> None:
+    with pytest.raises(ValueError):
+        unpack(found)
 
 
 OLD = {"0123456789abcdef01234567": asdict(Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0))}
@@ -383,8 +475,6 @@ def test_a_file_of_an_older_version_is_neither_read_nor_erased(measured: list[st
         "null",
         '"text"',
         "NaN",
-        "[[[-1], [0], [0.0], [5]]]",
-        '{"verify": [[1, -1.0]], "draft": []}',
     ],
 )
 def test_a_damaged_record_is_measured_again(spoil: str, measured: list[str]) -> None:

@@ -31,10 +31,13 @@ class Pair:
         members: Sequence[tuple[int, int]],
         draw: torch.Generator,
         kind: type[BlockCache] = BlockCache,
+        limit: int | None = None,
     ):
         self.members, self.draw = list(members), draw
         self.blocks = kind(batch, capacity, members)
         self.plain = KVCache(batch, capacity, CPU)
+        for cache in self.both:
+            cache.reset(limit)
 
     @property
     def both(self) -> tuple[KVCache, KVCache]:
@@ -70,7 +73,9 @@ class Pair:
             assert torch.equal(flat.gather(2, index), new)
 
     def check(self) -> None:
-        """Check that both keep the same committed numbers."""
+        """Check that both keep the same committed numbers, and know the same of their rows."""
+        assert self.blocks.row_limits == self.plain.row_limits
+        assert torch.equal(self.blocks.slots, self.plain.slots)
         assert self.blocks.row_lengths == self.plain.row_lengths == self.blocks.lengths.tolist()
         if not self.plain.layers:  # nothing was written yet
             return
@@ -111,7 +116,7 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[B
     for cache in pair.both:
         cache.advance(counts)
     pair.check()
-    for _ in range(14):
+    for turn in range(14):
         batch = len(pair.lengths)
         match number(0, 7):
             case 0:  # a draft: levels of scratch behind each other, and a commit of pairs
@@ -123,7 +128,7 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[B
                     cache.select(rows)
             case 2:
                 rows = torch.randperm(batch, generator=draw)[: number(1, batch)].tolist()
-                joining = Pair(len(rows), number(1, 20), LAYOUTS[layout], draw, kind)
+                joining = Pair(len(rows), number(1, 20), LAYOUTS[layout], draw, kind, 1000 + turn)
                 width = number(1, 2 * BLOCK + 9)
                 joining.write(width, exact=True)
                 counts = [number(0, width) for _ in rows]
@@ -210,6 +215,9 @@ def test_rows_may_come_twice_and_in_any_order() -> None:
     pair.write(4)
     for cache in pair.both:
         cache.advance([4, 2, 1])
+    pair.check()
+    for cache in pair.both:
+        cache.select([0, 0, 1])
     pair.check()
 
 
@@ -315,9 +323,28 @@ def test_reset_forgets_a_long_text_that_a_short_one_replaced() -> None:
     assert all(not store.any() for store in pair.blocks.stores.values())
 
 
+def test_reset_forgets_a_long_text_that_came_from_another_cache() -> None:
+    pair, long = (Pair(1, 8, LAYOUTS["alike"], generator(seed)) for seed in (0, 1))
+    pair.write(3)
+    long.write(3 * BLOCK)
+    for cache in long.both:
+        cache.advance([3 * BLOCK])
+    for come in ("replace", "load"):
+        for cache, other in zip(pair.both, long.both, strict=True):
+            if come == "replace":
+                cache.replace([0], other)
+            else:
+                cache.load_row(0, other.save_row(0, 3 * BLOCK), 3 * BLOCK)
+        pair.check()
+        for cache in pair.both:
+            cache.reset()
+        assert all(not store.any() for store in pair.blocks.stores.values())
+
+
 def test_reset_forgets_scratch_beyond_the_texts() -> None:
     pair = Pair(1, 8, LAYOUTS["alike"], generator(0))
     pair.write(2 * BLOCK)  # never committed, as when a prefill is stopped
+    pair.write(3)
     for cache in pair.both:
         cache.reset()
     assert all(not buffer.any() for layer in pair.plain.layers.values() for buffer in layer)

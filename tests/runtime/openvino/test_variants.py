@@ -101,6 +101,17 @@ def test_sizes_that_are_measured_get_graphs_which_give_way_to_expected_sizes(com
         assert variants.choose(sizes) == sizes
     variants.expect((6, 8))
     assert set(variants.compiled) == {(4, 8), (5, 8)} and variants.choose((6, 8)) == OPEN
+    variants.expect((7, 8), again=False)
+    assert variants.choose((7, 8)) == (7, 8)
+
+
+def test_sizes_that_were_measured_and_are_expected_do_not_give_way_to_others_that_are_measured(compiler):
+    variants = Variants(compiler, most=3)
+    variants.expect((1, 8), again=False)
+    variants.expect((1, 8))
+    for width in (2, 3, 4):
+        variants.expect((1, width), again=False)
+    assert set(variants.compiled) == {(1, 8), (1, 3), (1, 4)}
 
 
 def test_two_sizes_that_are_measured_in_turn_both_have_graphs_whatever_was_kept(compiler):
@@ -146,6 +157,18 @@ def test_an_error_is_raised_where_the_graph_is_asked_for(compiler):
     assert [variants.choose((1, 8)) for _ in range(AGAIN)][-1] == (1, 8)  # it is tried again
 
 
+def test_an_error_is_told_to_who_waits_though_the_graph_gave_way_to_another(compiler):
+    compiler.error = RuntimeError("no memory")
+    compiler.gate.clear()
+    variants = Variants(compiler, most=1)
+    variants.expect((1, 8))
+    asked = variants.compiled[1, 8]
+    variants.expect((1, 4), again=False)
+    assert (1, 8) not in variants.compiled
+    compiler.gate.set()
+    assert asked.exception(10) is compiler.error
+
+
 def test_what_was_expected_first_is_compiled_in_the_next_process(compiler, tmp_path):
     variants = Variants(compiler, 4, tmp_path)
     for _ in range(AGAIN):
@@ -157,7 +180,9 @@ def test_what_was_expected_first_is_compiled_in_the_next_process(compiler, tmp_p
     assert [sizes for sizes, _ in later.made] == [(1, 8)]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"sizes": []}', '{"sizes": [1, "8"]}', '{"sizes": [0]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"sizes": []}', '{"sizes": [true]}', '{"sizes": [1, "8"]}', '{"sizes": [0]}']
+)
 def test_a_damaged_note_is_ignored(compiler, tmp_path, text):
     (tmp_path / FIRST).write_text(text)
     assert Variants(compiler, 4, tmp_path).compiled == {}
