@@ -203,6 +203,11 @@ def test_a_call_that_takes_long_is_made_once() -> None:
         clock.now += 2 * ENOUGH
 
     assert time_in_turn({"call": Call(work)}, CPU, clock=clock) == {"call": [2 * ENOUGH]} and len(made) == 1
+    led = time_in_turn({"call": Call(work)}, CPU, clock=clock, agree=lambda _: (7.0, 7.0))
+    assert led == {"call": [7.0]}, "what another process measured counts"
+    clock = Clock()
+    after = time_in_turn({"call": Call(clock.takes(0.01), before=clock.takes(ENOUGH))}, CPU, clock=clock)
+    assert after["call"] == pytest.approx([0.01]) and clock.now == pytest.approx(ENOUGH + 0.01)
 
 
 def test_what_comes_before_is_not_timed_and_bounds_the_repeats() -> None:

@@ -60,8 +60,8 @@ def test_a_graph_is_made_once_and_then_read(cache: Path) -> None:
     assert not [path for path in (cache / "graphs").iterdir() if path.name.startswith(".")]
 
 
-def test_another_graph_is_kept_apart() -> None:
-    """By weights, name, parts and the weights' shape."""
+def test_another_graph_is_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By weights, name, parts, the weights' shape, and what made it."""
     asked: list[tuple[Maker, str, object]] = [
         (Maker(), "tiny", None),
         (Maker(seed=1), "tiny", None),
@@ -72,6 +72,16 @@ def test_another_graph_is_kept_apart() -> None:
     found = {maker.find(name, parts)[1] for maker, name, parts in asked}
     assert len(found) == len(asked)
     assert [maker.calls for maker, *_ in asked] == [1] * len(asked)
+    releases = (
+        (graph_store, "VERSION", 99),
+        (library, "version", lambda: "99"),
+        (torch, "__version__", "99"),
+    )
+    for release in releases:
+        with monkeypatch.context() as patch:
+            patch.setattr(*release)
+            found.add(Maker().find()[1])
+    assert len(found) == len(asked) + len(releases)
 
 
 def test_one_number_changes_the_digest() -> None:
@@ -98,6 +108,8 @@ def test_the_environment_turns_it_off(cache: Path, monkeypatch: pytest.MonkeyPat
     maker.check(graph, folder)
     Maker(seed=1).find()
     assert len(GRAPHS.whole()) == 1  # and nothing is kept
+    monkeypatch.delenv(OFF)
+    assert find_or_make("tiny", [maker.weight], None, maker, kept=False)[1] is None and maker.calls == 2
 
 
 @pytest.mark.parametrize("value", ["", "0"])
@@ -114,10 +126,10 @@ def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> No
         os.utime(folder, (1000 + age, 1000 + age))
     makers[0].find()  # used again, so the second is the oldest now
     assert kept[0] is not None
-    monkeypatch.setattr(graph_store, "_in_use", set())  # another process begins
+    monkeypatch.setattr(graph_store, "_in_use", {kept[1]})  # another process, which reads the oldest
     monkeypatch.setattr(graph_store, "MOST", int(3.5 * folder_size(kept[0])))
     newest = makers[3].find()[1]
-    assert GRAPHS.whole() == [kept[2], kept[0], newest]
+    assert GRAPHS.whole() == [kept[1], kept[0], newest]
 
 
 def test_the_graphs_of_a_process_do_not_push_each_other_out(
@@ -135,8 +147,11 @@ def test_the_graphs_of_a_process_do_not_push_each_other_out(
     assert "is not kept: 0.0 GB are more than the limit of 0.0 GB" in caplog.text
     second.check(graph, None)
     monkeypatch.setattr(graph_store, "_in_use", set())  # in another process it takes the first one's place
+    monkeypatch.setattr(graph_store, "MOST", 1)  # though it is too large alone
     kept = second.find()[1]
     assert kept is not None and GRAPHS.whole() == [kept]
+    monkeypatch.setattr(graph_store, "_in_use", set())  # where it is read, it stays
+    assert second.find()[1] == kept and Maker().find()[1] is None
 
 
 def test_what_killed_processes_left_is_deleted(cache: Path) -> None:
@@ -144,10 +159,10 @@ def test_what_killed_processes_left_is_deleted(cache: Path) -> None:
     old, young = root / ".tiny-1-a", root / ".tiny-1-b"
     for folder in (old, young):
         folder.mkdir(parents=True)
-        (folder / "graph.bin").write_text("half")
+        (folder / "graph.xml").write_text("half")
     os.utime(old, (1000, 1000))
-    Maker().find()
-    assert young.is_dir() and not old.exists()
+    kept = Maker().find()[1]
+    assert young.is_dir() and not old.exists() and GRAPHS.whole() == [kept]
 
 
 def test_an_unusable_folder_is_no_error(cache: Path) -> None:
@@ -211,9 +226,12 @@ def test_a_broken_graph_is_made_again(broken: str) -> None:
     maker.check(graph, found)
 
 
-def test_a_broken_graph_is_replaced() -> None:
+def test_a_broken_graph_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no room beside itself."""
+    monkeypatch.setattr(graph_store, "_in_use", set())
     folder = Maker().find()[1]
     assert folder is not None
+    monkeypatch.setattr(graph_store, "MOST", folder_size(folder))
     (folder / "graph.xml").write_text("<net")
     Maker().find()
     maker = Maker()
