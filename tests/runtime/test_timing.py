@@ -50,12 +50,14 @@ def test_what_threads_waited_is_counted_over_what_they_ran(monkeypatch: pytest.M
         assert waiting.share == pytest.approx((30 + 10) / (60 + 40))
 
 
-def test_only_repeats_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_repeats_are_counted_and_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untimed call may compile with more threads than there are cores."""
     ran: list[str] = []
     monkeypatch.setattr(timing, "thread_times", lambda: ran.append("read") or {})
+    monkeypatch.setattr(timing, "synchronizer", lambda _: lambda: ran.append("wait"))
     time_in_turn({"a": Call(lambda: ran.append("call"))}, CPU, most=2, waiting=timing.CoreWait())
-    assert ran == ["call", "read", "call", "call", "read"]
+    once = ["wait", "call", "wait"]
+    assert ran == [*once, "read", *once, *once, "read"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system tells no waiting times")
