@@ -95,6 +95,9 @@ def test_a_special_token_is_spelled_and_takes_no_place() -> None:
     tokenizer.add_tokens(["two words"])
     added = tokenizer.convert_tokens_to_ids("two words")
     assert spell(tokenizer, [added, a], ()) == ([b"two words", b"a"], [0, 9])
+    tokenizer = KINDS["metaspace"]()
+    end, hello = tokenizer.convert_tokens_to_ids([END, "\u2581Hello"])
+    assert spell(tokenizer, [hello], [end]) == ([b"Hello"], [0]), "no text comes before it"
 
 
 def test_a_token_that_the_tokenizer_lacks_is_left_to_its_decoding() -> None:

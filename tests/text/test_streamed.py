@@ -50,7 +50,8 @@ def test_what_may_become_a_stop_string_waits_and_nothing_else_does() -> None:
     assert written.add(ids_of("x")) == [Piece("Ex")]
     assert written.add(ids_of("EN")) == []
     assert written.finish() == [Piece("EN")]
-    assert StreamedText(TOKENIZER).add(ids_of("abE")) == [Piece("abE")]
+    for none in ((), ("",)):
+        assert StreamedText(TOKENIZER, none).add(ids_of("abE")) == [Piece("abE")]
 
 
 def test_a_stop_string_may_be_a_special_token() -> None:
@@ -94,6 +95,7 @@ def test_a_token_that_ends_in_half_a_character_may_complete_a_stop_string() -> N
     tokenizer = Bytes(b"a", b": " + smile[:2], smile[2:], b"x")
     written = StreamedText(tokenizer, [": "])
     assert written.add([0, 1, 2]) == [Piece("a")] and written.tokens == 2 and written.stopped
+    assert written.finish() == [] and written.text == "a"
     for stops in (["\U0001f600x"], [" x"], []):
         written = StreamedText(tokenizer, stops)
         shown = [*written.add([0, 1]), *written.add([2, 3]), *written.finish()]
