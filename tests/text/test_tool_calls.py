@@ -97,6 +97,7 @@ def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: b
         "write <tool_call> before it, and",
         '<tool_call>{"name": "b", "argu',
         "<tool_call>now(",
+        '<tool_call>{"name": "a", "arguments": 3</tool_call> and',
         "a <tool_cal",
         "1 <",
     ],
@@ -195,10 +196,39 @@ def test_a_forced_call_has_no_argument_that_its_function_does_not_name(
     parameters: dict[str, Any], allowed: list[Any], refused: list[Any]
 ) -> None:
     """Unless the schema speaks of others. Objects within the arguments stay open."""
-    llguidance = pytest.importorskip("llguidance")
     grammar = call_grammar([{"name": "a", "parameters": parameters}], OWN_FORMAT, several=False)
-    tokenizer = llguidance.LLTokenizer("byte")
     for arguments in (*allowed, *refused):
-        matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
-        matcher.consume_tokens(tokenizer.tokenize_str(call_text("a", arguments)))
-        assert matcher.is_accepting() == (arguments in allowed), (arguments, matcher.get_error())
+        assert takes(grammar, call_text("a", arguments)) == (arguments in allowed), arguments
+
+
+def takes(grammar: str, text: str) -> bool:
+    """Return whether a text is a whole answer in a grammar."""
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+    matcher.consume_tokens(tokenizer.tokenize_str(text))
+    return matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [OWN_FORMAT, CallFormat(True, True, "", ""), CallFormat(True, False)],
+    ids=["own", "tight", "bare"],
+)
+def test_a_grammar_has_one_call_or_several_and_text_before_them(form: CallFormat) -> None:
+    functions = [{"name": "a", "parameters": {"properties": {"x": {}}}}, {"name": "b"}]
+    first, second, wrong = (call_text(*one, form) for one in (("a", {"x": 1}), ("b", {}), ("b", 3)))
+    if not form.tagged:
+        first, second, wrong = (
+            text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+            for text in (first, second, wrong)
+        )
+    for several in (True, False):
+        grammar = call_grammar(functions, form, several)
+        assert takes(grammar, first) and takes(grammar, second)
+        assert takes(grammar, f"{first}\n{second}") == (several and form.tagged)
+        assert not takes(grammar, wrong) and not takes(grammar, f"so {first}") and not takes(grammar, "so")
+    if form.tagged:
+        free = call_grammar(functions, form, several=True, free=True)
+        assert all(takes(free, text) for text in ("so", first, f"so {first}\n{second}"))
+        assert not takes(free, f"so {first} and")
