@@ -47,19 +47,26 @@ def test_a_reader_finds_the_same_in_any_pieces(name: str) -> None:
     for seed in range(30):
         draw, reader, shown, found, rest = random.Random(seed), CallReader(["a", "b"], True), "", [], text
         while rest:
-            size = draw.choice([1, 2, 5, len(text)])
+            size = len(text) if seed == 0 else draw.choice([1, 2, 5])
             more, new = text_and_calls(reader.add(rest[:size]))
             shown, found, rest = shown + more, found + new, rest[size:]
             assert content.startswith(shown)
         more, new = text_and_calls(reader.add("", last=True))
         assert (shown + more, found + new) == (content, calls) and reader.calls == calls
     reader = CallReader(["a", "b"], True, several=False)
-    assert text_and_calls(reader.add(text, last=True))[1] == calls[:1]
+    assert text_and_calls(reader.add(text, last=True)) == (content, calls[:1])
 
 
 def test_text_and_calls_come_in_their_order() -> None:
     found = CallReader(["a", "b"], True).add(TEXTS["text around"][0], last=True)
     assert found == ["one ", CALLS[0], " two ", CALLS[1], " three\n"]
+
+
+def test_a_call_and_what_is_none_are_told_as_soon_as_they_end() -> None:
+    long = call_text("a", {"x": "-" * 99 + "</tool_call>"})
+    assert len(CallReader(["a", "b"], True).add(f"{long} {B}")) == 2
+    broken = TEXTS["no object"][0]
+    assert CallReader(["a"], True).add(f"{broken} so") == [broken, " so"]
 
 
 def test_a_bare_call_is_a_whole_answer() -> None:
@@ -97,6 +104,7 @@ def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: b
         "write <tool_call> before it, and",
         '<tool_call>{"name": "b", "argu',
         "<tool_call>now(",
+        '{"name": "a", "argu',
         '<tool_call>{"name": "a", "arguments": 3</tool_call> and',
         "a <tool_cal",
         "1 <",
