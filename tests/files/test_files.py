@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -16,10 +17,18 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from support.tiny_models import tiny_head
 
 from eagle_fsd.files import atomic, records
-from eagle_fsd.files.atomic import atomic_path, read_records, sole, update_records, write_atomically
+from eagle_fsd.files.atomic import (
+    atomic_path,
+    name_full_disk,
+    read_records,
+    sole,
+    update_records,
+    write_atomically,
+)
 from eagle_fsd.files.jsonl import append_row, read_jsonl
 from eagle_fsd.files.records import cache_file, recall, remember
 from eagle_fsd.hub import save_head
@@ -106,6 +115,24 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path: Path) -> None:
                 save_atomically({"head": torch.zeros(size)}, tmp_path / "run.pt")
     assert [row["text"][0] for _, row in read_jsonl(rows, torn=True)] == ["a"]
     assert list(tmp_path.iterdir()) == [rows]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_known_by_the_systems_number(number: int, tmp_path: Path) -> None:
+    """Of torch's errors it is in what they come from, and safetensors write it."""
+    full = rf"^{tmp_path} cannot be written \(.*\): free some space and start again$"
+    with pytest.raises(OSError, match=full), name_full_disk(tmp_path):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(OSError, match=full), name_full_disk(tmp_path):
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError:
+            raise RuntimeError("the writer failed")  # noqa: B904 (as torch does)
+    with pytest.raises(OSError, match=full), name_full_disk(tmp_path):
+        raise SafetensorError(f"I/O error: (os error {number})")
+    other = rf"^{tmp_path} cannot be written \(I/O error: \(os error {errno.EACCES}\)\)$"
+    with pytest.raises(OSError, match=other), name_full_disk(tmp_path):
+        raise SafetensorError(f"I/O error: (os error {errno.EACCES})")
 
 
 def test_a_written_file_has_the_users_own_permissions(tmp_path: Path) -> None:
@@ -202,6 +229,11 @@ def test_the_folder_may_be_named_by_the_home_folder(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("EAGLE_FSD_CACHE", "~/kept")
     remember("key", [1])
     assert recall("key", list) == [1] and (tmp_path / "kept").is_dir() and not (tmp_path / "~").exists()
+    monkeypatch.delenv("EAGLE_FSD_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_file().parent == tmp_path / ".cache" / "eagle_fsd"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert cache_file().parent == tmp_path / "caches" / "eagle_fsd"
 
 
 def test_a_folder_that_cannot_be_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
