@@ -29,7 +29,7 @@ from eagle_fsd.files.atomic import (
     update_records,
     write_atomically,
 )
-from eagle_fsd.files.jsonl import append_row, read_jsonl
+from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
 from eagle_fsd.files.records import cache_file, recall, remember
 from eagle_fsd.hub import save_head
 from eagle_fsd.training.run.folder import save_atomically
@@ -279,6 +279,30 @@ def test_a_file_system_without_locks_costs_the_memory_alone(
         update_records(cache_file(), lambda records: records)
     with pytest.raises(OSError), sole(tmp_path / ".lock", tmp_path, "overwrite each other's checkpoints"):
         raise AssertionError("it began")
+
+
+def test_rows_are_read_as_editors_write_them(tmp_path: Path) -> None:
+    """With a mark of UTF-8 at the beginning, with blank lines, and without the end of the last line."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n{"a": 2}')
+    assert list(read_jsonl(path)) == [(1, {"a": 1}), (4, {"a": 2})]
+    for wrong in (b"\xef\xbb\xbf{}", b'{"a"', b"[1]", b'{"a": "\xff"}', b"[" * 100_000):
+        path.write_bytes(b'{"a": 1}\n' + wrong)
+        with pytest.raises(ValueError, match=rf"^{path}:2: is "):
+            list(read_jsonl(path))
+        if wrong[:1] in b"{[":
+            assert list(read_jsonl(path, torn=True)) == [(1, {"a": 1})]
+    path.write_bytes(b'\xef\xbb\xbf[{"a": 1}]\n')
+    with pytest.raises(ValueError, match="if the file is one list, `jq"):
+        list(read_jsonl(path))
+
+
+def test_no_row_is_written_behind_what_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("one line\nanother")
+    with pytest.raises(ValueError, match="ends in b'another', which is not a row; name another output"):
+        drop_torn_line(path)
+    assert path.read_text() == "one line\nanother"
 
 
 @pytest.mark.parametrize("torn", [False, True])
