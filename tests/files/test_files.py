@@ -205,7 +205,9 @@ def test_only_our_own_oldest_records_make_room(monkeypatch: pytest.MonkeyPatch) 
     assert list(read_records(cache_file())) == [*STRANGE, "mine/0", "mine/3", "mine/4"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"a": 1}', '{"key": {"version": 2}}', "\xff", "[" * 100_000]
+)
 def test_a_damaged_file_costs_a_measurement(text: str) -> None:
     cache_file().write_text(text, encoding="latin-1")
     assert recall("key", list) is None

@@ -53,6 +53,8 @@ def test_what_is_there_decides(tmp_path: Path) -> None:
         ValueError, match=r"^--output names .*/folder, which is a folder: it must be a file; "
     ):
         require_file("--output", folder)
+    with pytest.raises(ValueError, match=r"^--output names .*\.gz: rows are written uncompressed; name a"):
+        require_file("--output", tmp_path / "rows.jsonl.gz")
     with pytest.raises(ValueError, match=r"^--output names .*/file, where nothing .* \(Not a directory\)"):
         require_folder("--output", file)
     for there in (file, folder):

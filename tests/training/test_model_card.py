@@ -189,6 +189,7 @@ PRIVATE = "/home/ada/secret plans"
         ("python x.py --data owner/rows", "python x.py --data rows"),
         ("python x.py --dataset owner/rows", "python x.py --dataset owner/rows"),
         ("python x.py --draft-model owner/small", "python x.py --draft-model owner/small"),
+        ("python x.py --init-head owner/head", "python x.py --init-head owner/head"),
         ("python x.py --tree 16/5/8 8/6/4/0.1 --limit 2", "python x.py --tree 16/5/8 8/6/4/0.1 --limit 2"),
         ("python x.py --sampling=0.6/50/0.9", "python x.py --sampling=0.6/50/0.9"),
         ("python x.py --methods plain lossless@8/4/2/0.1", "python x.py --methods plain lossless@8/4/2/0.1"),
@@ -208,6 +209,14 @@ PRIVATE = "/home/ada/secret plans"
 )
 def test_a_public_command_names_no_folder_and_no_secret(recorded: str, shown: str) -> None:
     assert public_command(recorded) == shown
+
+
+def test_a_folder_here_is_no_hub_id_in_a_public_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owner" / "target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert public_command("python x.py --base-model owner/target") == "python x.py --base-model target"
 
 
 def test_a_card_shows_no_folder_and_no_secret_and_a_dry_run_says_what_it_shows(
