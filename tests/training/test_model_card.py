@@ -190,6 +190,8 @@ PRIVATE = "/home/ada/secret plans"
         ("python x.py --dataset owner/rows", "python x.py --dataset owner/rows"),
         ("python x.py --draft-model owner/small", "python x.py --draft-model owner/small"),
         ("python x.py --init-head owner/head", "python x.py --init-head owner/head"),
+        ("python x.py --base-model runs/ada/target", "python x.py --base-model target"),
+        (f"python '{PRIVATE}/eagle/eval/speed.py' -token abc", "python eval/speed.py -token ..."),
         ("python x.py --tree 16/5/8 8/6/4/0.1 --limit 2", "python x.py --tree 16/5/8 8/6/4/0.1 --limit 2"),
         ("python x.py --sampling=0.6/50/0.9", "python x.py --sampling=0.6/50/0.9"),
         ("python x.py --methods plain lossless@8/4/2/0.1", "python x.py --methods plain lossless@8/4/2/0.1"),
