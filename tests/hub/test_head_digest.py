@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from support.tiny_models import tiny_head
 
+from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.hub import save_head
 from eagle_fsd.hub.head_digest import head_digests
 
@@ -32,6 +33,7 @@ def test_every_value_counts_and_a_list_of_tokens_counts_alone(tmp_path: Path) ->
         head.fc.weight[-1, -1] += 1e-3
     assert digests(save_head(head, tmp_path / "other"))["weights"] != first["weights"]
     assert digests(save_head(tiny_head(), tmp_path / "half", dtype=torch.float16)) != first
+    assert digest_tensors([torch.zeros(2, 3)]) != digest_tensors([torch.zeros(3, 2)])
     listed = digests(save_head(tiny_head().restrict(torch.arange(9)), tmp_path / "listed"))
     assert listed["weights"] == first["weights"] and listed["draft_vocabulary"] is not None
     own = digests(save_head(tiny_head().restrict(torch.arange(9), 4), tmp_path / "own"))
