@@ -145,12 +145,50 @@ def test_the_environment_names_the_usual_runtime(monkeypatch: pytest.MonkeyPatch
     assert plan(weight_format="int8").runtime == OPENVINO  # torch does not have it
     monkeypatch.setenv(USUAL, OPENVINO)
     assert plan() == Plan(OPENVINO, "float32", FLOAT32)
-    assert plan(TORCH).runtime == TORCH
+    assert plan(TORCH).runtime == plan(device=CUDA).runtime == plan(movable=True).runtime == TORCH
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "is_installed", lambda: False)
+        assert plan().runtime == TORCH
     monkeypatch.setenv(USUAL, "")
     assert plan().runtime == AUTO
     monkeypatch.setenv(USUAL, "onnx")
     with pytest.raises(ValueError, match=f"{USUAL} is 'onnx': it must be one of auto, torch, openvino"):
         plan()
+
+
+@pytest.mark.parametrize("faster", [TORCH, OPENVINO])
+def test_the_faster_runtime_is_measured_once(
+    faster: str, monkeypatch: pytest.MonkeyPatch, installed: None, cache: Path
+) -> None:
+    """For models of the same shapes, in the same format, with the same releases and threads."""
+    monkeypatch.setattr(library, "version", lambda: "2026.4")
+    targets: dict[str, Any] = {TORCH: object(), OPENVINO: object()}
+    made: list[str] = []
+
+    def timed(found: dict[str, Any]) -> tuple[dict[str, float], float]:
+        made.append("timed")
+        return {name: 1.0 if name == faster else 2.0 for name in found}, 0.0
+
+    def settle(wanted: Plan, size: int = 2**13) -> list[str]:
+        made.clear()
+        loads = [lambda name=name: made.append(name) or targets[name] for name in (TORCH, OPENVINO)]
+        small = size == 1
+        found = choose_runtime.settle(wanted, [(2**13, size)], *loads)
+        assert found is targets[TORCH if small else faster]
+        return list(made)
+
+    monkeypatch.setattr(choose_runtime, "time_forwards", timed)
+    measured = [OPENVINO, TORCH, "timed"]
+    assert settle(plan()) == measured and settle(plan()) == [faster]
+    for other in (plan(weight_format="bfloat16"), plan(gguf=True)):
+        assert settle(other) == measured
+    assert settle(plan(), 2**14) == measured and settle(plan(), 1) == [TORCH]
+    for place, name, value in (
+        (library, "version", lambda: "2027.1"),
+        (torch, "get_num_threads", lambda: 77),
+    ):
+        monkeypatch.setattr(place, name, value)
+        assert settle(plan()) == measured
 
 
 @pytest.mark.parametrize("reason", [None, OSError(28, "No space left on device"), MemoryError()])
