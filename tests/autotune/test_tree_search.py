@@ -18,11 +18,20 @@ from torch import Tensor
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.autotune import tree_chooser as autotree_module
 from eagle_fsd.autotune.settle import encode_example_prompts
-from eagle_fsd.autotune.step_costs import WIDTHS, decode_sample, measure_costs, observe, round_context
+from eagle_fsd.autotune.step_costs import (
+    BEAMS,
+    WIDTHS,
+    decode_sample,
+    measure_costs,
+    observe,
+    round_context,
+)
 from eagle_fsd.autotune.tree_search import (
     Choice,
     Costs,
+    Forwards,
     Observation,
+    StepOverhead,
     TreeObserver,
     at_width,
     choose,
@@ -290,12 +299,17 @@ def test_each_beam_is_judged_by_its_own_observations() -> None:
 
 def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lossless decoding is observed once: its path in a narrower tree follows from the same draws."""
+    widths = dict.fromkeys((1, *WIDTHS), 1.0)
+    forwards = Forwards(widths, dict.fromkeys(BEAMS, (0.1, 0.1)))
+    overhead = StepOverhead({3: 0.1, 16: 0.1}, 0.1)
+    monkeypatch.setattr(autotree_module, "measure_forwards", lambda *_: (forwards, 0.0))
+    monkeypatch.setattr(autotree_module, "measure_overhead", lambda *_: (overhead, 0.0))
     for rule, beams in ((Lossless(), [10]), (Fuzzy(0.7), [1, 2, 4, 10])):
         watched = []
 
         def watching(*parts: Any, watched: list[int] = watched) -> list[Observation]:
             watched.append(parts[-1].top_k)
-            return observe(*parts)
+            return [CHAIN]
 
         monkeypatch.setattr(autotree_module, "observe", watching)
         EagleFSD(TargetModel(tiny_model()), tiny_head(3), base_model="watched").choose_tree(
