@@ -276,6 +276,38 @@ def test_blocks_are_the_memory_of_the_buffers() -> None:
     assert cache.nbytes == sum(2 * 3 * heads * BLOCK * size * 4 for heads, size in LAYOUTS["mixed"])
 
 
+@pytest.mark.parametrize("kind", [BlockCache, PagedCache])
+def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) -> None:
+    """Also of a draft, whose levels lie behind each other, and as a text grows into more blocks."""
+    cache, size, draw = kind(2, 4, LAYOUTS["alike"]), kind.block, generator(0)
+    cache.reserve(size + 9)
+    cache.place(size + 9)
+    cache.advance([size + 9, 7])
+    for width, offset in ((3, 0), (4, 3), (size, 0), (5, size)):
+        cache.reserve(width, offset)
+        slots, before = cache.place(width, offset), [size + 9 + offset, 7 + offset]
+        visible = torch.rand(2, width, cache.view, generator=draw) < 0.5
+        own = visible.gather(2, slots[:, None].expand(-1, width, -1))
+        shown, found = cache.show(), cache.sight([visible])
+        if kind is BlockCache:
+            hidden = torch.arange(len(shown[0]) * size) >= torch.tensor(before)[:, None]
+            assert len(shown[0]) == cache.shown[1] == -(-before[0] // size)
+            (mask,) = found
+            committed, rest = mask[:, 0].split([hidden.shape[1], width], dim=2)
+            seen = visible[:, :, : hidden.shape[1]] & ~hidden[:, None]
+            assert torch.equal(committed == 0, seen) and torch.equal(rest == 0, own)
+            continue
+        lengths, starts, pages, page_starts, longest, relation, relation_starts = found
+        assert len(shown[0]) == 2 * cache.shown[1] and lengths.tolist() == before
+        assert starts.tolist() == [0, width, 2 * width] and int(longest) == before[0] + width
+        assert torch.equal(relation.view(2, width, width).bool(), own)
+        assert relation_starts.tolist() == [0, width**2, 2 * width**2]
+        assert page_starts.tolist() == [0, cache.view // size, 2 * cache.view // size]
+        for row, mine in enumerate(pages.view(2, -1).tolist()):
+            for block, page in enumerate(mine):
+                assert shown[-1][page].data_ptr() == cache.blocks(len(mine))[-1][block, row].data_ptr()
+
+
 def test_buffers_are_named_anew_when_they_move() -> None:
     """What is bound to a graph is found by this name."""
     cache = BlockCache(2, BLOCK, LAYOUTS["alike"])
