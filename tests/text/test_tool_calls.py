@@ -225,7 +225,7 @@ def takes(grammar: str, text: str) -> bool:
 )
 def test_a_grammar_has_one_call_or_several_and_text_before_them(form: CallFormat) -> None:
     functions = [{"name": "a", "parameters": {"properties": {"x": {}}}}, {"name": "b"}]
-    first, second, wrong = (call_text(*one, form) for one in (("a", {"x": 1}), ("b", {}), ("b", 3)))
+    first, second, wrong = (call_text(*one, form) for one in (("a", {"x": 1}), ("b", {}), ("a", 3)))
     if not form.tagged:
         first, second, wrong = (
             text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
