@@ -283,7 +283,7 @@ def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) 
     cache.reserve(size + 9)
     cache.place(size + 9)
     cache.advance([size + 9, 7])
-    for width, offset in ((3, 0), (4, 3), (size, 0), (5, size)):
+    for width, offset in ((3, 0), (4, 3), (size, 0), (2, size - 9), (5, BLOCK)):
         cache.reserve(width, offset)
         slots, before = cache.place(width, offset), [size + 9 + offset, 7 + offset]
         visible = torch.rand(2, width, cache.view, generator=draw) < 0.5
