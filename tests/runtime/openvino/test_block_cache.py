@@ -303,7 +303,7 @@ def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) 
         assert torch.equal(relation.view(2, width, width).bool(), own)
         assert relation_starts.tolist() == [0, width**2, 2 * width**2]
         assert page_starts.tolist() == [0, cache.view // size, 2 * cache.view // size]
-        for row, mine in enumerate(pages.view(2, -1).tolist()):
+        for row, mine in enumerate(pages.view(2, cache.view // size).tolist()):
             for block, page in enumerate(mine):
                 assert shown[-1][page].data_ptr() == cache.blocks(len(mine))[-1][block, row].data_ptr()
 
