@@ -203,7 +203,7 @@ def test_a_whole_tree_saves_levels_and_no_nodes() -> None:
         tree = TreeConfig(7, 3, 2, confidence)
         draft = regrow(UNSURE, 3, 2)
         for host_reads, paid in ((True, levels), (False, 3)):
-            pruned = [draft.prune(tree, host_reads, whole_trees=True)]
+            pruned = [draft.prune(tree, host_reads, whole_trees=host_reads)]  # else they always are
             assert predict_step(pruned, tree, price) == (tokens, 100 * paid + 7), confidence
 
 
@@ -223,7 +223,7 @@ def test_a_step_without_a_draft_verifies_the_root_alone() -> None:
 def test_a_size_between_two_widths_costs_in_proportion() -> None:
     price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, {3: 0.125, 7: 0.625}, plain=1.0)
     assert [at_width(price.verify, nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]
-    assert [at_width(price.overhead, nodes) for nodes in (2, 3, 5, 7, 9)] == [0, 0.125, 0.375, 0.625, 0.875]
+    assert [at_width(price.overhead, nodes) for nodes in (1, 2, 3, 5, 7)] == [0, 0, 0.125, 0.375, 0.625]
     assert price.step_seconds(6, 3, 1) == 0.5 + 2 * 0.25 + 5.0 + 0.5
 
 
@@ -236,10 +236,16 @@ def test_a_tree_may_be_cut_where_that_is_faster() -> None:
     assert free.tokens_per_second > fixed.tokens_per_second
     tau, seconds = promise(both[free.tree.top_k], free.tree, dear)
     assert free.tokens_per_second == tau / seconds
+    together = choose(dear, both, AutoTree(depth=3), 2, host_reads=True)
+    tau, seconds = promise(both[together.tree.top_k], together.tree, dear, 2)
+    assert together.tree.total_tokens > 1 and together.tokens_per_second == tau / seconds
+    whole = choose(dear, both, AutoTree(), host_reads=True, whole_trees=True)
+    assert fixed.tokens_per_second < whole.tokens_per_second < free.tokens_per_second
     asked = choose(dear, both, AutoTree(min_confidence=0.03), host_reads=True)
     assert asked.tree.min_confidence == 0.03
-    blind = choose(dear, both, AutoTree(min_confidence=0.03))
-    assert blind.tokens_per_second <= min(fixed.tokens_per_second, asked.tokens_per_second)
+    for confidence in (0.03, free.tree.min_confidence):
+        blind = choose(dear, both, AutoTree(min_confidence=confidence))
+        assert blind.tokens_per_second <= min(fixed.tokens_per_second, asked.tokens_per_second)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +258,7 @@ def test_a_tree_may_be_cut_where_that_is_faster() -> None:
         ([replace(CHAIN, path=[1])], costs(level=0.35), "2/1/1"),
         ([MISS], costs(), "1/5/8"),
         ([CHAIN], costs(overhead=100.0), "1/5/8"),
+        ([CHAIN, *[replace(CHAIN, path=[1])] * 19], costs(level=0.01), "4/3/1"),  # each level gains little
     ],
 )
 def test_the_tree_of_the_most_tokens_per_second_is_taken(
@@ -271,14 +278,18 @@ def test_the_tree_of_the_most_tokens_per_second_is_taken(
     if found.tree.total_tokens > 1:
         assert found.tokens_per_second == speeds[found.tree] == best
     else:
-        assert best < 1.03 and found.tokens_per_second == found.plain_tokens_per_second == 1.0
+        assert best < 1.03 and found.tokens_per_second == 1.0
+    assert found.plain_tokens_per_second == 1.0
 
 
-@pytest.mark.parametrize(("level", "alone", "together"), [(0.7, "2/1/1", "1/5/8"), (0.35, "2/1/1", "2/1/1")])
+@pytest.mark.parametrize(
+    ("level", "alone", "together"),
+    [(0.85, "2/1/1", "1/5/8"), (0.7, "2/1/1", "1/5/8"), (0.35, "2/1/1", "2/1/1")],
+)
 def test_several_texts_are_drafted_for_where_more_is_promised(
     level: float, alone: str, together: str
 ) -> None:
-    """1.18 times the speed is worth it for one text and not for four; 1.48 times is for both."""
+    """1.08 or 1.18 times the speed is worth it for one text and not for four; 1.48 times is for both."""
     observed = {beam: [replace(CHAIN, path=[1])] for beam in costs().draft}
     found = {batch: choose(costs(level=level), observed, AutoTree(), batch) for batch in (1, 4)}
     assert {batch: str(one.tree) for batch, one in found.items()} == {1: alone, 4: together}
