@@ -25,6 +25,7 @@ from eagle_fsd.autotune.step_costs import (
     measure_costs,
     observe,
     round_context,
+    star_tree,
 )
 from eagle_fsd.autotune.tree_search import (
     Choice,
@@ -35,6 +36,7 @@ from eagle_fsd.autotune.tree_search import (
     TreeObserver,
     at_width,
     choose,
+    path_scores,
     predict_step,
     regrow,
 )
@@ -108,7 +110,13 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
         cut = regrow(one, config.depth, config.top_k).prune(config)
         assert cut.tokens(config) == 1 + reached(tree, wide.tokens[0, one.path].tolist())
         assert cut.nodes(config) == tree.tokens.shape[1] and cut.levels == tree.depth
-        assert one.scores[0] == 0
+        assert one.scores[0] == 0 < min(one.path, default=1)
+
+
+def test_a_tree_that_has_scores_of_its_own_is_observed_with_them() -> None:
+    tree = star_tree(torch.zeros(1, dtype=torch.int64), 3, VOCAB)
+    scored = replace(tree, scores=torch.tensor([[9.0, -1.0, -2.0]]))
+    assert path_scores(scored).tolist() == [[0.0, -1.0, -2.0]]
 
 
 def reached(tree: DraftTree, tokens: Sequence[int]) -> int:
@@ -128,7 +136,7 @@ def test_rows_that_end_are_observed_to_their_last_step() -> None:
     target.model.generation_config.eos_token_id = list(range(0, 96, 7))
     seen = observe(target, model.drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
     alone = observe(target, model.drafter, prompts_of([5]), Lossless(), GREEDY, EVERYTHING)
-    assert len(seen) > len(alone) > 0
+    assert len(seen) > len(alone) > 0 and all(node > 0 for one in seen for node in one.path)
 
 
 # --- what is taken ---
@@ -166,6 +174,8 @@ def test_expected_tau_counts_the_paths_nodes_among_the_best() -> None:
     unlucky = replace(CHAIN, path=[2])
     assert taus([unlucky], 3, 2, [3, 4, 5]) == {3: 1, 4: 1, 5: 2}
     assert taus([unlucky], 3, 1, [4]) == {4: 1}  # it is no first child
+    turned = Observation([-1, 0, 0], [0, 1, 1], [0.0, -2.5, -0.1], [2])
+    assert taus([turned], 1, 1, [2]) == {2: 2}, "the best child comes first, wherever it stands"
 
 
 UNSURE = Observation(  # the first child is worth no more than what else there is

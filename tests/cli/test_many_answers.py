@@ -198,9 +198,10 @@ def test_answers_that_ended_are_written_whatever_comes(
         raise error
 
     flags = [*prompts, "--json", "--batch-size", "2"]
+    flags += ["--stop", answers(run(capsys, *flags)[1])[1]["text"][1]]  # so that the second text ends first
     _, out, _ = run(capsys, *flags)
     whole = answers(out)
-    after(monkeypatch, 14, fail)
+    after(monkeypatch, 5, fail)
     if isinstance(error, RuntimeError):
         with pytest.raises(RuntimeError, match="a fault"):
             generate.main(flags)
@@ -217,6 +218,8 @@ def test_answers_that_ended_are_written_whatever_comes(
         else:
             assert record == wanted
     assert len(found) > parts and bool(parts) == isinstance(error, KeyboardInterrupt)
+    numbers = [record["number"] for record in found]
+    assert numbers == ([2] if isinstance(error, RuntimeError) else [1, 2, 3])
 
 
 def test_an_answer_that_ends_in_the_step_that_fails_is_written(
