@@ -58,7 +58,11 @@ def answers(out: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--temperature", "0.9", "--seed", "4/2", "--logprobs", "1"], ["--threshold", "0.4", "--stop", "e"]],
+    [
+        ["--stop", "s!"],
+        ["--temperature", "0.9", "--seed", "4/2", "--logprobs", "1"],
+        ["--threshold", "0.4", "--stop", "l"],
+    ],
     ids=["greedy", "sampled", "fuzzy"],
 )
 def test_the_answers_are_those_of_one_at_a_time(
