@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -36,7 +37,7 @@ from eagle_fsd import (
 )
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK, SGLang
 from eagle_fsd.cli.answer_report import JSON_KEYS, Answer, summary
-from eagle_fsd.cli.arguments import make_rule, make_tree
+from eagle_fsd.cli.arguments import check_answers, check_early, make_rule, make_tree
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.checks import ENDING
 from eagle_fsd.core.config import AutoThreshold
@@ -675,6 +676,29 @@ def test_help_and_the_first_checks_need_no_torch() -> None:
     flags = ["--logit-bias", "3=1", "--bad-word", "a", "--stop", "b", "--divergence", "tv", "x"]
     code = f"import sys, eagle_fsd.generate as g; g.check_early(g.build_parser().parse_args({flags})); "
     subprocess.run([sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--total-tokens 0", "--total-tokens is 0"),
+        ("--quality-budget 1.5", "--quality-budget is 1.5"),
+        ("--threshold -1", "--threshold is -1"),
+        ("--seed x", "--seed is x"),
+        ("--temperature 0 --num-return-sequences 2", "--num-return-sequences is 2"),
+        ("--num-return-sequences 2", None),  # the model's own temperature may be above 0
+        ("--ea-model none --lookup", None),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_one_is_loaded(flags: str, words: str | None) -> None:
+    args = build_parser().parse_args([*flags.split(), "x"])
+    with pytest.raises(ValueError, match=f"^{words}") if words else contextlib.nullcontext():
+        check_early(args)
+
+
+def test_logprobs_are_shown_in_json_alone() -> None:
+    with pytest.raises(ValueError, match="--logprobs without --json"):
+        check_answers(build_parser().parse_args(["--logprobs", "0", "x"]))
 
 
 def test_version(capsys: pytest.CaptureFixture) -> None:
