@@ -128,10 +128,11 @@ class Eagle3Config:
                 f"the head has no fc and reads {self.fc_inputs} numbers: without it, these must be its "
                 f"hidden_size ({self.hidden_size}); {CHECK}"
             )
-        if not self.embeddings and self.hidden_size != self.target_size:
+        if self.hidden_size != self.target_size and not (self.embeddings and self.lm_head):
+            missing = "lm_head" if self.embeddings else "embed_tokens"
             raise ValueError(
                 f"the head is {self.hidden_size} wide, its target {self.target_size}, and it has no "
-                "embed_tokens: a head of another width must bring its own; choose a whole file"
+                f"{missing}: a head of another width must bring its own; choose a whole file"
             )
 
     @property
