@@ -112,18 +112,11 @@ class HeadConfig:
                 f"num_hidden_layers is {format_value(layers)}: an EAGLE-1/2 head has 1; this is another "
                 "model's config"
             )
-        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        if not isinstance(rope, Mapping):
-            raise ValueError(f"rope parameters are {format_value(rope)}: they must be an object; {CHECK}")
-        if data.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        rope = rotary_fields(data)
+        if rope["rope_type"] != "default":
             raise ValueError(
-                "partial_rotary_factor is not 1: draft heads here rotate whole heads; choose another"
-            )
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ValueError(
-                f"rope scaling is {format_value(kind)}: draft heads here use plain rotary positions "
-                "('default'); choose another head"
+                f"rope scaling is {format_value(rope['rope_type'])}: draft heads here use plain rotary "
+                "positions ('default'); choose another head"
             )
         heads = data["num_attention_heads"]
         for name in ("num_attention_heads", "hidden_size"):
@@ -136,7 +129,7 @@ class HeadConfig:
             head_dim=data.get("head_dim") or data["hidden_size"] // heads,
             vocab_size=data["vocab_size"],
             rms_norm_eps=data.get("rms_norm_eps", 1e-6),
-            rope_theta=data.get("rope_theta", rope.get("rope_theta", DEFAULT_ROPE_THETA)),
+            rope_theta=rope["rope_theta"],
             max_position_embeddings=data.get("max_position_embeddings", 2048),
             hidden_act=data.get("hidden_act", "silu"),
             fc_bias=fc_bias,
@@ -178,6 +171,28 @@ class HeadConfig:
             "tie_word_embeddings": False,
             **{name: value for name, value in notes.items() if value is not None},
         }
+
+
+def rotary_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a head's config.json says of its rotary positions, rope_theta and rope_type in any case.
+
+    Raises ValueError for angles that no head here has: of parts of a head, or of several kinds of layers.
+    """
+    named = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    if not isinstance(named, Mapping):
+        raise ValueError(f"rope parameters are {format_value(named)}: they must be an object; {CHECK}")
+    if kinds := [kind for kind, value in named.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"rope parameters are those of {format_value(kinds[0])}: draft heads here have one kind of "
+            "rotary positions in all layers; choose another head"
+        )
+    if data.get("partial_rotary_factor", named.get("partial_rotary_factor")) not in (None, 1.0):
+        raise ValueError(
+            "partial_rotary_factor is not 1: draft heads here rotate whole heads; choose another"
+        )
+    theta = data.get("rope_theta")
+    usual = {"rope_theta": DEFAULT_ROPE_THETA, "rope_type": named.get("type", "default")}
+    return {**usual, **named, **({} if theta is None else {"rope_theta": theta})}
 
 
 def require_consistent(

@@ -99,7 +99,7 @@ def test_rotary_angles_are_those_of_transformers(fields: dict[str, Any]) -> None
     rope = Rope.from_dict({"rope_theta": 5e5, "rope_scaling": fields})
     assert rope == Rope.from_dict({"rope_parameters": {"rope_theta": 5e5, **fields}})
     torch.testing.assert_close(rope.inverse_frequencies(64), wanted)
-    assert Rope.from_dict({"rope_scaling": None}) == Rope()
+    assert Rope.from_dict(dict.fromkeys(("rope_scaling", "rope_theta", "partial_rotary_factor"))) == Rope()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,7 @@ def test_rotary_angles_are_those_of_transformers(fields: dict[str, Any]) -> None
         ({"rope_scaling": {"rope_type": "linear"}}, "names no factor"),
         ({"rope_scaling": "linear"}, "must be an object"),
         ({"partial_rotary_factor": 0.5}, "rotate whole heads"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "those of 'full_attention'"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "the rope's factor is 0"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0"),
@@ -224,7 +225,7 @@ def test_a_config_of_speculators_nests_the_layer_and_has_other_defaults() -> Non
         ({"sliding_window": -1, "use_sliding_window": True}, "sliding_window is -1"),
         ({"norm_before_fc": True, "fc_norm": True}, "both true"),
         ({"norm_before_residual": "yes"}, "norm_before_residual is 'yes'"),
-        ({"target_hidden_size": 64}, "must bring its own"),
+        ({"target_hidden_size": 64}, "no embed_tokens: .* must bring its own"),
         ({"num_key_value_heads": 3}, "must divide"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"vocab_size": 39}, "draft_vocab_size is 40"),
@@ -237,6 +238,12 @@ def test_a_config_of_speculators_nests_the_layer_and_has_other_defaults() -> Non
 def test_configs_that_cannot_be(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Eagle3Config.from_dict(LAYER | fields, FOUND, Reading((1, 2, 2)))
+
+
+def test_a_head_of_another_width_cannot_read_the_targets_lm_head() -> None:
+    assert eagle3_config(hidden_size=24, embeddings=True).lm_head
+    with pytest.raises(ValueError, match="24 wide, its target 32, and it has no lm_head"):
+        eagle3_config(hidden_size=24, embeddings=True, lm_head=False)
 
 
 def test_a_config_without_a_size() -> None:

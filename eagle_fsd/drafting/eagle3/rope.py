@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import format_value, require_integer, require_number
-from eagle_fsd.drafting.eagle_config import CHECK, DEFAULT_ROPE_THETA, LARGEST, LEAST, MOST
+from eagle_fsd.drafting.eagle_config import CHECK, DEFAULT_ROPE_THETA, LARGEST, LEAST, MOST, rotary_fields
 
 DEFAULT, LINEAR, LLAMA3 = "default", "linear", "llama3"
 KINDS = (DEFAULT, LINEAR, LLAMA3)
@@ -49,14 +49,8 @@ class Rope:
 
         Raises ValueError for a kind of scaling that is not built here.
         """
-        fields = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"rope parameters are {format_value(fields)}: they must be an object; {CHECK}")
-        if data.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ValueError(
-                "partial_rotary_factor is not 1: draft heads here rotate whole heads; choose another"
-            )
-        kind = fields.get("rope_type", fields.get("type", DEFAULT))
+        fields = rotary_fields(data)
+        kind = fields["rope_type"]
         if kind not in KINDS or "mrope_section" in fields:
             shown = "mrope" if "mrope_section" in fields else kind
             raise ValueError(
@@ -67,7 +61,7 @@ class Rope:
             raise ValueError(f"rope scaling {kind!r} names no factor: it must; {CHECK}")
         usual = cls()
         return cls(
-            theta=data.get("rope_theta", fields.get("rope_theta", DEFAULT_ROPE_THETA)),
+            theta=fields["rope_theta"],
             kind=kind,
             factor=fields.get("factor", 1.0) if kind != DEFAULT else 1.0,
             low=fields.get("low_freq_factor", usual.low),
