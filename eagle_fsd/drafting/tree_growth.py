@@ -97,7 +97,7 @@ class BeamDrafter:
         self.predictor = predictor
         self.cache = predictor.cache
         self.needs = predictor.needs
-        self.root_states = torch.zeros(self.cache.rows, predictor.width, device=self.cache.device)
+        self.root_states = self._no_states()
         self._grow = stepper.wrap(self.grow, self.cache)
         self._grow_candidates = stepper.wrap(self.grow_candidates, self.cache)
         self._whole_trees = whole_trees or stepper.records
@@ -176,8 +176,13 @@ class BeamDrafter:
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.cache.reset(slots_per_row(longest, tree))
+        self.root_states = self._no_states()
         if self.predictor.own is not None:
             self.predictor.own.reset(self.cache.rows)
+
+    def _no_states(self) -> Tensor:
+        """Return states [rows, d] of rows that hold no text yet."""
+        return torch.zeros(self.cache.rows, self.predictor.width, device=self.cache.device)
 
     def grow(
         self,

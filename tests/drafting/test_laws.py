@@ -20,8 +20,10 @@ from torch import Tensor
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verified
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, SGLang
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.draft_model import DraftModelSpec
@@ -31,6 +33,7 @@ from eagle_fsd.drafting.specs import spec_for, with_lookup
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 TARGET = TargetModel(tiny_model())
 TREE, CONFIDENT = TreeConfig(10, 4, 3), TreeConfig(12, 5, 4, 0.05)
@@ -363,6 +366,22 @@ def test_rows_that_have_left_are_there_for_the_next_batch(name: str) -> None:
         again = drafter.draft(first.tokens[:, 0], TREE)
     assert torch.equal(again.tokens, first.tokens) and torch.equal(again.parents, first.parents)
     torch.testing.assert_close(again.log_q, first.log_q, atol=1e-4, rtol=1e-4)
+
+
+@every_drafter
+def test_texts_join_rows_that_others_have_left(name: str) -> None:
+    """After `reset` every row may be replaced, also one that had left before."""
+    prompts, lengths = pad_right(texts(), 0), list(map(len, texts()))
+    used, joining = (SPECS[name]().make(len(lengths), 64, TREE) for _ in range(2))
+    with torch.inference_mode():
+        for drafter in (used, joining):
+            session = TargetSession(TARGET, len(lengths), 64, drafter.needs.taps)
+            roots = prefill(prompts, lengths, session, drafter)
+        used.select([1])
+        used.reset(64, TREE)
+        used.replace(range(len(lengths)), joining)
+        found, wanted = used.draft(roots, TREE), joining.draft(roots, TREE)
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.parents, wanted.parents)
 
 
 def test_the_pages_drafter_keeps_the_pages_rules() -> None:
