@@ -21,6 +21,7 @@ from eagle_fsd.autotune.tree_search import path_scores
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.core.tree import HEAD, SUFFIX, DraftTree
+from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.drafting.drafter import Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import merging
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
@@ -548,6 +549,24 @@ def test_a_broken_head_leaves_the_copies(ends: list[list[int]]) -> None:
 
 
 # --- surfaces ---
+
+
+class ElsewhereTokens:
+    """Stands for a list of tokens on another device: it can be brought here, and nothing else."""
+
+    def to(self, device: torch.device) -> Tensor:
+        return torch.arange(20, device=device)
+
+
+def test_lookup_beside_a_narrower_draft_model_on_another_device() -> None:
+    """The draft model's list of tokens is asked about here, where its trees are brought to."""
+    target = TargetModel(tiny_model())
+    narrow = DraftModelSpec.for_target(TargetModel(tiny_model(seed=5, vocab_size=20)), target)
+    head = narrow.make(1, 64, TREES[1])
+    head.predictor.drafted = ElsewhereTokens()
+    drafter = MergedDrafter(head, LookupDrafter(LookupSpec.for_target(target), 1, ALL_PRIORS))
+    assert [drafter.vocabulary.column(token) for token in (0, 19, 20)] == [0, 19, None]
+    assert drafter.vocabulary.tokens(torch.tensor([3, 7])).tolist() == [3, 7]
 
 
 def test_lookup_beside_a_head() -> None:

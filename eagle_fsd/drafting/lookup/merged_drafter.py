@@ -109,7 +109,11 @@ class MergedDrafter:
     def __init__(self, head: BeamDrafter, lookup: LookupDrafter) -> None:
         self.head, self.lookup = head, lookup
         self.needs = replace(head.needs, next_tokens=lookup.needs.next_tokens)
-        self.listed = Vocabulary(head.predictor.drafted, lookup.spec.tokens)
+        drafted = head.predictor.drafted
+        # Candidates come to the roots' device, wherever the head is.
+        self.listed = Vocabulary(
+            None if drafted is None else drafted.to(lookup.spec.device), lookup.spec.tokens
+        )
         self.vocabulary = self.listed
         self._own: OwnTokens | None = None  # those that the vocabulary has beside the list
 
