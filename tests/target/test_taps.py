@@ -237,6 +237,24 @@ def test_taps_that_are_not_there(taps: tuple[int, ...]) -> None:
         TargetModel(deep_model()).admit_taps(taps)
 
 
+def test_taps_that_are_still_tested_are_not_yet_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that asks for taps while another one tests them tests them too."""
+    target, tested = TargetModel(deep_model()), list[tuple[int, ...]]()
+    taps_difference = admission.taps_difference
+
+    def ask_again(target: TargetModel, taps: tuple[int, ...], part: int) -> float:
+        difference = taps_difference(target, taps, part)
+        tested.append(taps)
+        if len(tested) == 1:
+            target.admit_taps(taps)
+        return difference
+
+    monkeypatch.setattr(admission, "taps_difference", ask_again)
+    target.admit_taps(TAPS)
+    target.admit_taps(TAPS)
+    assert tested == [TAPS, TAPS]
+
+
 def test_layers_whose_states_are_not_in_hidden_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that changes states between its layers, so that a tap is not what its trainer saw."""
     model = deep_model()
@@ -251,6 +269,7 @@ def test_layers_whose_states_are_not_in_hidden_states_are_refused(monkeypatch: p
     monkeypatch.setattr(type(layer), "forward", shifted)
     with pytest.raises(ValueError, match="differ from its plain forward's"):
         target.admit_taps(TAPS)
-    target._tapped.clear()
+    with pytest.raises(ValueError, match="differ from its plain forward's"):
+        target.admit_taps(TAPS)
     monkeypatch.setattr(type(layer), "forward", plain)
     target.admit_taps(TAPS)
