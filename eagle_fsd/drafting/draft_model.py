@@ -138,15 +138,12 @@ class DraftModelPredictor:
         self.drafted = torch.arange(spec.tokens, device=cache.device) if spec.some else None
         self.width = spec.draft.hidden_size
         self.longest = spec.draft.max_positions
-        self._fixed_shapes = stepper.records
         self._read = stepper.wrap(self._read_text, cache)
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Read committed text, the root included, and return the states [B, d] at the roots."""
         # A target with more tokens may write one that the model does not know. Any will do in its place.
         tokens = seen.tokens.to(self.cache.device).clamp(max=self.draft.vocab_size - 1)
-        if not first and not self._fixed_shapes:  # the tokens of a step are padded to the tree's depth
-            tokens = tokens[:, : max(1, *seen.counts)]
         # Prompts have any length, so a recording for one would hardly ever be replayed.
         read = self._read_text if first else self._read
 

@@ -7,7 +7,7 @@ batch of texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -76,6 +76,12 @@ class Seen:
         if self.known is not None:
             return self.known
         return [row[:count] for row, count in zip(self.tokens.tolist(), self.counts, strict=True)]
+
+    def without_padding(self) -> Seen:
+        """Return the same without the places that are padding in all rows; one place stays."""
+        width = max(1, *self.counts)
+        features = None if self.features is None else self.features[:, :width]
+        return replace(self, tokens=self.tokens[:, :width], features=features)
 
 
 class Drafter(Protocol):

@@ -100,6 +100,7 @@ class BeamDrafter:
         self.root_states = self._no_states()
         self._grow = stepper.wrap(self.grow, self.cache)
         self._grow_candidates = stepper.wrap(self.grow_candidates, self.cache)
+        self._fixed_shapes = stepper.records
         self._whole_trees = whole_trees or stepper.records
 
     @property
@@ -113,6 +114,8 @@ class BeamDrafter:
         self.root_states = self.predictor.commit(seen, first=True)
 
     def extend(self, seen: Seen) -> None:
+        if not self._fixed_shapes:  # the tokens of a step are padded to the tree's depth
+            seen = seen.without_padding()
         self.root_states = self.predictor.commit(seen, first=False)
 
     def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:

@@ -21,11 +21,13 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
-from eagle_fsd.drafting.drafter import NoDrafter
+from eagle_fsd.drafting.drafter import NoDrafter, Seen
 from eagle_fsd.drafting.eagle_drafter import Vocabulary, commit_in_chunks
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 40, 32
@@ -482,6 +484,28 @@ def test_pairs_are_committed_in_chunks_whose_outputs_share_memory(monkeypatch: p
     numbers = torch.tensor([[1.0, 0, 0, 0], [5.0, 6, 7, 8]])
     assert commit_in_chunks(cache, read, [numbers], counts, first=True).tolist() == [[1.0], [8.0]]
     assert cache.row_lengths == counts
+
+
+@pytest.mark.parametrize(("stepper", "widths"), [(EAGER, [2, 1]), (FixedShapes(), [6, 6])])
+def test_what_is_padding_in_all_rows_of_a_step_is_read_only_for_few_shapes(
+    stepper: Stepper, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, vocabulary = tiny_head(VOCAB, HIDDEN), TinyVocabulary(VOCAB, HIDDEN)
+    drafter = eagle_drafter(head, vocabulary, 3, 64, CPU, stepper)
+    feed(drafter, *pad([random_pairs(4, row) for row in range(3)]))
+    found = list[tuple[int, int]]()
+    commit = drafter.predictor.commit_pairs
+
+    def count(features: Tensor, tokens: Tensor, counts: list[int], first: bool) -> Tensor:
+        found.append((features.shape[1], tokens.shape[1]))
+        return commit(features, tokens, counts, first)
+
+    monkeypatch.setattr(drafter.predictor, "commit_pairs", count)
+    features, tokens, _ = pad([random_pairs(6, row) for row in range(3)])
+    drafter.extend(Seen(tokens, [2, 0, 1], features))
+    drafter.extend(Seen(tokens, [0, 0, 0], features))
+    assert found == [(width, width) for width in widths]
+    assert drafter.cache.row_lengths == [6, 4, 5]
 
 
 @pytest.mark.parametrize("shift", [1, 100])
