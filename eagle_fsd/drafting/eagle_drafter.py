@@ -157,13 +157,9 @@ class EaglePredictor:
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Commit pairs with the target's features and return the features [B, d] predicted at the roots."""
-        assert seen.features is not None
-        features, tokens, counts = seen.features, seen.tokens, seen.counts
         if self.own is not None:
             self.own.add(seen.on_host)
-        if first and not any(self.cache.row_lengths):  # else it is a later part of a prompt
-            features, tokens, counts = pair_prompts(seen)
-        return self.commit_pairs(features, tokens, counts, first)
+        return self.commit_pairs(*new_pairs(seen, self.cache, first), first)
 
     def commit_pairs(
         self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
@@ -275,20 +271,22 @@ def require_float32(dtype: torch.dtype, runtime: OpenVINO) -> None:
         )
 
 
-def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the pairs of whole prompts: every token but the first, with the feature before it.
+def new_pairs(seen: Seen, cache: KVCache, first: bool) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Return the pairs of text that is new to a cache: features, the tokens that follow them, and counts.
 
-    A prompt of one token has no such pair. It gets one pair of a zero feature and the root itself.
+    Every token is in a pair with the feature before it, but for a text's first one, which has none. A text of
+    one token gets a pair of a zero feature and that token all the same. first: see Predictor.commit.
     """
-    tokens, features = seen.tokens, seen.features
+    features, tokens, counts = seen.features, seen.tokens, seen.counts
     assert features is not None
-    if tokens.shape[1] == 1:
-        return features, tokens, [1] * len(tokens)
-    alone = on_device(seen.counts, tokens.device)[:, None] == 1  # [B, 1]
+    goes_on = not first or any(cache.row_lengths)
+    if goes_on or tokens.shape[1] == 1:
+        return features, tokens, counts
+    alone = on_device(counts, tokens.device)[:, None] == 1  # [B, 1]
     return (
         features[:, 1:].masked_fill(alone[:, :, None], 0.0),
         torch.where(alone, tokens[:, :1], tokens[:, 1:]),
-        [max(count - 1, 1) for count in seen.counts],
+        [max(count - 1, 1) for count in counts],
     )
 
 

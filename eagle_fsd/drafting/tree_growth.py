@@ -167,7 +167,7 @@ class BeamDrafter:
 
     def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...] | None:
         count = tokens - self.predictor.behind
-        # A text that began with one token has a slot more, see `pair_prompts`: no other text is read so.
+        # A text that began with one token has a slot more, see `new_pairs`: no other text is read so.
         if self.cache.row_lengths[row] != count:
             return None
         return (self.cache.save_row(row, count),)

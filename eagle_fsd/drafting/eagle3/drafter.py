@@ -25,7 +25,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import (
     Verifier,
     commit_in_chunks,
-    pair_prompts,
+    new_pairs,
     require_equal,
     require_float32,
 )
@@ -145,11 +145,7 @@ class Eagle3Predictor:
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Commit pairs with the target's features and return the states [B, d] at the roots."""
-        assert seen.features is not None
-        features, tokens, counts = seen.features, seen.tokens, seen.counts
-        if first and not any(self.cache.row_lengths):  # else it is a later part of a prompt
-            features, tokens, counts = pair_prompts(seen)
-        return self.commit_pairs(features, tokens, counts, first)
+        return self.commit_pairs(*new_pairs(seen, self.cache, first), first)
 
     def commit_pairs(
         self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
