@@ -87,9 +87,8 @@ class TargetSession:
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Read the first lengths[row] of right-padded tokens [B, L] behind what is there; return features.
 
-        They are [B, L, D], where D is d, or taps * d.
-
-        Tokens past a row's length are padding: their features mean nothing, and their slots are overwritten.
+        Features are [B, L, D], where D is d, or taps * d. Tokens past a row's length are padding: their
+        features mean nothing, and their slots are overwritten.
         """
         batch, width = tokens.shape
         size = self.target.hidden_size * max(len(self.taps), 1)
