@@ -13,7 +13,7 @@ from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.commands.greedy import compare, reference
 from eagle_fsd.runtime.openvino.backend import has_amx
-from eagle_fsd.target.admission import small_tree, tree_difference
+from eagle_fsd.target.admission.small_tree import small_tree, tree_difference
 from eagle_fsd.text.chat import encode
 
 PROMPTS = (

@@ -18,7 +18,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.readings import reading_losses, shown_losses, take_reading
 from eagle_fsd.files.fingerprints import digest_json, digest_weights, dtype_name
 from eagle_fsd.files.records import recall, record_key, remember
-from eagle_fsd.target.admission import plain_taps
+from eagle_fsd.target.admission.small_tree import plain_taps
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 from eagle_fsd.text.chat import encode_as_trained

@@ -58,7 +58,7 @@ def check_folder(folder: Path, name: str, trust_remote_code: bool, weights: bool
 
 
 def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
-    """Raise ValueError unless this is a supported causal decoder; target/admission.py tests it later."""
+    """Raise ValueError unless this is a supported causal decoder; target/admission tests it later."""
     rule = "it must be a decoder; choose a causal language model"
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):

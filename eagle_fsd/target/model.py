@@ -20,7 +20,7 @@ from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.ranks import ALONE, Ranks, local_bytes, look_up
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
-from eagle_fsd.target.admission import (
+from eagle_fsd.target.admission.checks import (
     check_taps,
     check_tree_verification,
     compute_with,

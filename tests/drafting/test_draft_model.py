@@ -27,7 +27,7 @@ from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import Graphs, moved
-from eagle_fsd.target import admission
+from eagle_fsd.target.admission import checks
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 
@@ -228,7 +228,7 @@ def test_flash_attention_never_reads_a_level_of_a_tree(monkeypatch: pytest.Monke
     floats = (torch.float32, torch.float16, torch.bfloat16)
     flash = FakeFlash(floats)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    monkeypatch.setattr(admission, "flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(checks, "flash_available", lambda device, dtype: True)
     draft = other_model()
     assert draft.flash
     text = prompts_of([6])

@@ -27,7 +27,7 @@ from eagle_fsd.runtime.flash_attention import (
     supports_heads,
 )
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.target import admission
+from eagle_fsd.target.admission import checks
 from eagle_fsd.target.hf_attention import grouped_attention_forward
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -44,7 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
 def install(monkeypatch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, ...]) -> FakeFlash:
     module = FakeFlash(dtypes)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(admission, "flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(checks, "flash_available", lambda device, dtype: True)
     return module
 
 

@@ -37,7 +37,7 @@ from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, RecordedWork, Recording, leaves
-from eagle_fsd.target import admission
+from eagle_fsd.target.admission import checks
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -130,7 +130,7 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return grouped_attention(q, k, v, seen[None, None], scale)
 
     plain = [text(engine(None), lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])]
-    monkeypatch.setattr(admission, "flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(checks, "flash_available", lambda device, dtype: True)
     monkeypatch.setattr(flash_attention, "flash_prefix", plain_prefix)
     monkeypatch.setattr(flash_attention, "flash_causal", causal)
     recorder = OpRecorder()

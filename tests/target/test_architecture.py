@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from eagle_fsd.target import admission
+from eagle_fsd.target.admission import small_tree
 from eagle_fsd.target.architecture import (
     PLAIN,
     LogitsTransform,
@@ -81,6 +81,6 @@ def test_a_mistake_must_show_in_every_text(
     """Some texts magnify rounding. A logit that is no number counts at once."""
     target = SimpleNamespace(dtype=torch.bfloat16, weight_format="bfloat16")
     left = list(differences)
-    monkeypatch.setattr(admission, "difference_on", lambda *_: left.pop(0))
-    assert admission.tree_difference(target) == pytest.approx(wanted, nan_ok=True)
+    monkeypatch.setattr(small_tree, "difference_on", lambda *_: left.pop(0))
+    assert small_tree.tree_difference(target) == pytest.approx(wanted, nan_ok=True)
     assert len(differences) - len(left) == tried == len(differences)

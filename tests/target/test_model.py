@@ -30,7 +30,7 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
 from eagle_fsd.target import model as target_module
-from eagle_fsd.target.admission import difference_of_logits
+from eagle_fsd.target.admission.small_tree import difference_of_logits
 from eagle_fsd.target.architecture import cache_argument, check_supported, longest_text
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession

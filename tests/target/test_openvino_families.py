@@ -19,7 +19,7 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
-from eagle_fsd.target.admission import check_tree_verification
+from eagle_fsd.target.admission.checks import check_tree_verification
 from eagle_fsd.target.hf_attention import is_known_code
 from eagle_fsd.target.model import TargetModel
 
@@ -184,7 +184,7 @@ def test_a_kept_graph_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         TargetModel(model, runtime=OpenVINO("float32"))
         return list(tested)
 
-    for module in ("admission", "model"):
+    for module in ("admission.checks", "model"):
         monkeypatch.setattr(f"eagle_fsd.target.{module}.check_tree_verification", check)
     model = tiny_model("llama")
     assert load(model) == [True] and load(model) == []

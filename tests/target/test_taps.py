@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.target import admission
+from eagle_fsd.target.admission import checks
 from eagle_fsd.target.architecture import cache_argument
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.model import TargetModel
@@ -141,7 +141,7 @@ def test_graphs_that_cannot_show_taps_stay_as_they_are(monkeypatch: pytest.Monke
     before = target.graphs
     with pytest.raises(ValueError, match=f"taps of this target are 1 to {LAYERS}"):
         target.admit_taps((1, LAYERS + 1))
-    plain, trace = TappedDecoder.__call__, admission.trace_graphs
+    plain, trace = TappedDecoder.__call__, checks.trace_graphs
 
     def swapped(self: TappedDecoder, **inputs: object) -> tuple[object, list[Tensor]]:
         output, taps = plain(self, **inputs)
@@ -152,7 +152,7 @@ def test_graphs_that_cannot_show_taps_stay_as_they_are(monkeypatch: pytest.Monke
             patch.setattr(TappedDecoder, "__call__", swapped)
             return trace(*arguments)
 
-    monkeypatch.setattr(admission, "trace_graphs", trace_wrongly)
+    monkeypatch.setattr(checks, "trace_graphs", trace_wrongly)
     with pytest.raises(ValueError, match="differ from its plain forward's"):
         target.admit_taps((1, 2))
     assert target.graphs is before
@@ -240,7 +240,7 @@ def test_taps_that_are_not_there(taps: tuple[int, ...]) -> None:
 def test_taps_that_are_still_tested_are_not_yet_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that asks for taps while another one tests them tests them too."""
     target, tested = TargetModel(deep_model()), list[tuple[int, ...]]()
-    taps_difference = admission.taps_difference
+    taps_difference = checks.taps_difference
 
     def ask_again(target: TargetModel, taps: tuple[int, ...], part: int) -> float:
         difference = taps_difference(target, taps, part)
@@ -249,7 +249,7 @@ def test_taps_that_are_still_tested_are_not_yet_admitted(monkeypatch: pytest.Mon
             target.admit_taps(taps)
         return difference
 
-    monkeypatch.setattr(admission, "taps_difference", ask_again)
+    monkeypatch.setattr(checks, "taps_difference", ask_again)
     target.admit_taps(TAPS)
     target.admit_taps(TAPS)
     assert tested == [TAPS, TAPS]

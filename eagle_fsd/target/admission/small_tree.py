@@ -1,32 +1,17 @@
-"""The test that admits a model as a target: a small tree is verified and compared with plain forwards.
-
-It detects positions taken from cache slots (ALiBi), attention that ignores masks, recurrence and unknown
-transforms of the logits. Graphs of a model, and the taps that they show, pass it before they are used.
-"""
+"""How far a target is from plain forwards, on a small tree: its logits, and the taps that it shows."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import logging
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.checks import one_line
-from eagle_fsd.core.devices import refuse_lack_of_memory
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.runtime.flash_attention import flash_available
-from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
-from eagle_fsd.runtime.step_recorder import EAGER
-from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds
-from eagle_fsd.target.graph_decoder import GraphDecoder, may_page, trace_graphs
+from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.session import MaskedForward, TargetSession
 from eagle_fsd.target.taps import joined, plain_tapped_decoder
@@ -34,18 +19,10 @@ from eagle_fsd.target.taps import joined, plain_tapped_decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-logger = logging.getLogger(__name__)
-_one_at_a_time = threading.Lock()
-
 HOPELESS = 50.0  # nats below the best token
 NARROW_WINDOW = 3  # positions in a sliding window while a model is tested
 PARTS = (3, 2, 5)  # of the vocabulary, behind which the texts of `tree_difference` begin
 PATHS = ([0, 1, 3], [0, 2, 4])  # of `small_tree`
-# What a forward may raise if it cannot take our cache, masks or positions.
-FORWARD_ERRORS = (
-    *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
-    *(IndexError, KeyError, AssertionError),
-)
 
 
 class Candidate(MaskedForward, Protocol):
@@ -69,112 +46,6 @@ class Candidate(MaskedForward, Protocol):
 
     @property
     def input_device(self) -> torch.device: ...
-
-
-@torch.inference_mode()
-def check_tree_verification(target: Candidate) -> None:
-    """Raise ValueError unless `verify` gives the same logits on a small tree as plain forwards do."""
-    kind = target.config.model_type
-    try:
-        if SLIDING in target.kinds and target.window:
-            with narrow_window(target):
-                difference = tree_difference(target)
-                unknown = target.graphs is None and not named_layer_kinds(target.config)
-                if unknown and not difference < tolerance(target):
-                    target.kinds = {FULL}  # this model class ignores the window in its config
-                    difference = tree_difference(target)
-        else:
-            difference = tree_difference(target)
-    except FORWARD_ERRORS as error:
-        refuse_lack_of_memory(f"target {kind!r}", error)
-        reason = one_line(error)
-        raise ValueError(
-            f"target is a {kind!r} model, which cannot verify draft trees here: {reason}; use another target"
-        ) from error
-    if not difference < tolerance(target):
-        raise ValueError(
-            f"target is a {kind!r} model whose tree verification differs from its plain forward by "
-            f"{difference:.2g} (relative): its positions (ALiBi, say), masks or logits follow rules "
-            "that are not supported; use another target"
-        )
-
-
-@torch.inference_mode()
-def compute_with(target: Candidate, runtime: OpenVINO, pages: bool) -> None:
-    """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model.
-
-    pages: whether its graphs may attend over pages.
-    """
-    target.stepper = FixedShapes()
-    for paged in [True, False] if pages and may_page(sorted(target.kinds), runtime) else [False]:
-        try:
-            trace_and_test(target, runtime, paged)
-            return
-        except ValueError as error:
-            if not paged:
-                raise
-            logger.info("attention over pages is not used: %s", one_line(error, 200))
-            target.graphs = None
-
-
-@torch.inference_mode()
-def show_taps(target: Candidate, taps: Sequence[int]) -> None:
-    """Give a target graphs that show these taps, and all that its graphs show now.
-
-    They are tested on a copy, so that other threads go on with its graphs meanwhile. Graphs that passed at an
-    earlier start are read, so that the model itself is not needed. Raises ValueError if it cannot be; the
-    target then keeps its graphs.
-    """
-    with _one_at_a_time:
-        before = target.graphs
-        assert before is not None, "only graphs are made again"
-        if set(taps) <= set(before.taps):
-            return
-        wanted = sorted({*before.taps, *taps})
-        found = before.with_taps(wanted)
-        if found is None:
-            trial = copy.copy(target)
-            trial.graphs, trial.kinds = None, set(target.kinds)
-            trace_and_test(trial, before.runtime, before.paged, wanted)
-            check_taps(trial, tuple(taps))
-            found = trial.graphs
-            assert found is not None
-            before.note_taps(found)
-        target.graphs = found
-
-
-def trace_and_test(target: Candidate, runtime: OpenVINO, paged: bool, taps: Sequence[int] = ()) -> None:
-    """Trace graphs for a target that has none, and test them unless kept ones passed the test here before."""
-    cache = KVCache(1, 2, target.device, EAGER.view)  # one token in it tells its layers and their sizes
-    cache.reserve(1)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    visible = token.new_ones(1, 1, 1, dtype=torch.bool)
-    target.features(token, cache.place(1), visible, token, cache)
-    target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, paged, taps)
-    if not target.graphs.was_admitted():
-        check_tree_verification(target)
-        target.graphs.note_admission()
-
-
-@torch.inference_mode()
-def flash_verifies(target: Candidate) -> bool:
-    """Return whether flash-attn can run the layers with full attention and gets a small tree right."""
-    if target.config._attn_implementation != "sdpa" or FULL not in target.kinds:
-        return False
-    if not flash_available(target.device, target.dtype):
-        return False
-    target.flash = True
-    try:
-        difference = tree_difference(target)
-        reason = f"a tree differs from plain forwards by {difference:.2g} (relative)"
-    except FORWARD_ERRORS as error:
-        difference, reason = math.nan, one_line(error)
-    finally:
-        target.flash = False
-    if not difference < tolerance(target):
-        logger.warning("flash-attn is not used on this %r model: %s", target.config.model_type, reason)
-        return False
-    return True
 
 
 def tolerance(target: Candidate) -> float:
@@ -266,31 +137,6 @@ def small_tree(target: Candidate, part: int = 3) -> tuple[list[int], list[int], 
         depth=2,
     )
     return prefix, tokens, tree
-
-
-@torch.inference_mode()
-def check_taps(target: Candidate, taps: tuple[int, ...]) -> None:
-    """Raise ValueError unless taps are those of plain forwards, in a prompt and in a small tree.
-
-    A plain forward is that of Hugging Face's layers and attention, without our cache and masks. Where weights
-    or activations are rounded, the prompt's forward stands for it; see own_forward.
-    """
-    kind, found = target.config.model_type, []
-    try:
-        for part in PARTS:
-            found.append(taps_difference(target, taps, part))
-            if found[-1] < tolerance(target):
-                return
-    except FORWARD_ERRORS as error:
-        refuse_lack_of_memory(f"target {kind!r}", error)
-        raise ValueError(
-            f"target is a {kind!r} model, whose layers cannot be read here: {one_line(error)}; use a head "
-            "that reads no layers, or another target"
-        ) from error
-    raise ValueError(
-        f"target is a {kind!r} model whose layers' states in a tree differ from its plain forward's by "
-        f"{min(found):.2g} (relative): they must agree; use a head that reads no layers, or another target"
-    )
 
 
 def taps_difference(target: Candidate, taps: tuple[int, ...], part: int) -> float:

@@ -1,0 +1,1 @@
+"""What a model must pass to be a target, and with what it is compared."""
