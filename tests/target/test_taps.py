@@ -242,8 +242,8 @@ def test_taps_that_are_still_tested_are_not_yet_admitted(monkeypatch: pytest.Mon
     target, tested = TargetModel(deep_model()), list[tuple[int, ...]]()
     taps_difference = checks.taps_difference
 
-    def ask_again(target: TargetModel, taps: tuple[int, ...], part: int) -> float:
-        difference = taps_difference(target, taps, part)
+    def ask_again(target: TargetModel, taps: tuple[int, ...]) -> float:
+        difference = taps_difference(target, taps)
         tested.append(taps)
         if len(tested) == 1:
             target.admit_taps(taps)

@@ -22,7 +22,6 @@ from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.admission.small_tree import (
-    PARTS,
     Candidate,
     narrow_window,
     taps_difference,
@@ -150,24 +149,19 @@ def flash_verifies(target: Candidate) -> bool:
 
 @torch.inference_mode()
 def check_taps(target: Candidate, taps: tuple[int, ...]) -> None:
-    """Raise ValueError unless taps are those of plain forwards, in a prompt and in a small tree.
-
-    A plain forward is that of Hugging Face's layers and attention, without our cache and masks. Where weights
-    or activations are rounded, the prompt's forward stands for it; see own_forward.
-    """
-    kind, found = target.config.model_type, []
+    """Raise ValueError unless taps are those of plain forwards, in a prompt and in a small tree."""
+    kind = target.config.model_type
     try:
-        for part in PARTS:
-            found.append(taps_difference(target, taps, part))
-            if found[-1] < tolerance(target):
-                return
+        difference = taps_difference(target, taps)
     except FORWARD_ERRORS as error:
         refuse_lack_of_memory(f"target {kind!r}", error)
         raise ValueError(
             f"target is a {kind!r} model, whose layers cannot be read here: {one_line(error)}; use a head "
             "that reads no layers, or another target"
         ) from error
-    raise ValueError(
-        f"target is a {kind!r} model whose layers' states in a tree differ from its plain forward's by "
-        f"{min(found):.2g} (relative): they must agree; use a head that reads no layers, or another target"
-    )
+    if not difference < tolerance(target):
+        raise ValueError(
+            f"target is a {kind!r} model whose layers' states in a tree differ from its plain forward's by "
+            f"{difference:.2g} (relative): they must agree; use a head that reads no layers, or another "
+            "target"
+        )

@@ -74,12 +74,28 @@ def narrow_window(target: Candidate) -> Iterator[None]:
 def tree_difference(target: Candidate) -> float:
     """Return the relative difference between a small tree's logits and those of plain forwards.
 
-    It is the smallest of several texts, tried until one is within the tolerance: some texts magnify rounding
-    to any degree, and a mistake shows in all. NaN if any logit is.
+    It is the smallest of several texts, see least_difference.
+    """
+    return least_difference(target, lambda part: difference_on(target, part))
+
+
+def taps_difference(target: Candidate, taps: tuple[int, ...]) -> float:
+    """Return the relative difference between taps, in a prompt and in a small tree, and plain forwards'.
+
+    It is the smallest of several texts, see least_difference.
+    """
+    return least_difference(target, lambda part: taps_difference_on(target, taps, part))
+
+
+def least_difference(target: Candidate, on_text: Callable[[int], float]) -> float:
+    """Return the smallest difference on several texts, tried until one is within the tolerance.
+
+    Some texts magnify rounding to any degree, and a mistake shows in all. NaN if a difference is. on_text:
+    returns that on a text by its part, see small_tree.
     """
     found: list[float] = []
     for part in PARTS:
-        found.append(difference_on(target, part))
+        found.append(on_text(part))
         if found[-1] < tolerance(target) or math.isnan(found[-1]):
             return found[-1]
     return min(found)
@@ -139,10 +155,11 @@ def small_tree(target: Candidate, part: int = 3) -> tuple[list[int], list[int], 
     return prefix, tokens, tree
 
 
-def taps_difference(target: Candidate, taps: tuple[int, ...], part: int) -> float:
-    """Return the largest relative difference between taps of a prompt, of a small tree, and the wanted ones.
+def taps_difference_on(target: Candidate, taps: tuple[int, ...], part: int) -> float:
+    """Return `taps_difference` on one text.
 
-    part: see small_tree.
+    A plain forward is that of Hugging Face's layers and attention, without our cache and masks. Where weights
+    or activations are rounded, the prompt's forward stands for it; see own_forward.
     """
     prefix, tokens, tree = small_tree(target, part)
     session, differences = TargetSession(target, 1, 16, taps), []
