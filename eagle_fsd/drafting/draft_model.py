@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
-from eagle_fsd.drafting.drafter import Needs, Seen
+from eagle_fsd.drafting.drafter import Needs, Seen, Verifier
 from eagle_fsd.drafting.eagle_drafter import commit_in_chunks
 from eagle_fsd.drafting.tree_growth import BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json
@@ -67,13 +67,6 @@ class LanguageModel(Protocol):
     def logits(self, features: Tensor) -> Tensor: ...
 
     def new_cache(self, batch: int, capacity: int) -> KVCache: ...
-
-
-class Verifier(Protocol):
-    """The part of a TargetModel that drafting for it uses."""
-
-    vocab_size: int
-    stepper: Stepper
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
@@ -18,8 +19,17 @@ from eagle_fsd.core.long_rows import logsumexp, topk
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.runtime.kv_cache import SavedRow
+from eagle_fsd.runtime.step_recorder import Stepper
 
 NO_HEAD = "none"  # the name that asks for no head
+
+
+class Verifier(Protocol):
+    """The part of a TargetModel that every way to draft for it uses."""
+
+    vocab_size: int
+    device: torch.device
+    stepper: Stepper
 
 
 @dataclass(frozen=True)

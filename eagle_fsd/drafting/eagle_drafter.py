@@ -22,7 +22,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import within_training
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, OwnTokens, TargetVocabulary
-from eagle_fsd.drafting.drafter import Needs, Seen
+from eagle_fsd.drafting.drafter import Needs, Seen, Verifier
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
@@ -49,13 +49,10 @@ class Vocabulary(Protocol):
     def logits(self, features: Tensor) -> Tensor: ...
 
 
-class Verifier(TargetVocabulary, Protocol):
-    """The part of a TargetModel that drafting for it uses."""
+class HeadVerifier(Verifier, TargetVocabulary, Protocol):
+    """The part of a TargetModel that drafting for it with a head uses."""
 
-    stepper: Stepper
-    device: torch.device
     hidden_size: int
-    vocab_size: int
     runtime: OpenVINO | None
 
 
@@ -77,7 +74,7 @@ class EagleSpec:
     longest: ClassVar[None] = None
 
     @classmethod
-    def for_target(cls, head: DraftHead, target: Verifier) -> EagleSpec:
+    def for_target(cls, head: DraftHead, target: HeadVerifier) -> EagleSpec:
         """Return the spec that drafts for this target with a head on the same device."""
         vocabulary: Vocabulary = target
         if head.draft_tokens is not None:
@@ -85,7 +82,7 @@ class EagleSpec:
         graph = None if target.runtime is None else head_graph(head, target.runtime)
         return cls(head, vocabulary, target.device, target.stepper, graph)
 
-    def with_head(self, head: DraftHead, target: Verifier) -> EagleSpec:
+    def with_head(self, head: DraftHead, target: HeadVerifier) -> EagleSpec:
         """Return the spec that drafts for the same target with other weights of the same head.
 
         Nothing of it is kept on disk.
@@ -290,7 +287,7 @@ def new_pairs(seen: Seen, cache: KVCache, first: bool) -> tuple[Tensor, Tensor, 
     )
 
 
-def require_fit(head: DraftHead, target: Verifier) -> None:
+def require_fit(head: DraftHead, target: HeadVerifier) -> None:
     """Raise ValueError unless the head has the target's sizes."""
     require_equal("hidden_size", head.config.hidden_size, target.hidden_size)
     require_equal("vocab_size", head.config.vocab_size, target.vocab_size)

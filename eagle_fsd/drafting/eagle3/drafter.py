@@ -23,7 +23,7 @@ from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.graph import Eagle3Graph
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import (
-    Verifier,
+    HeadVerifier,
     commit_in_chunks,
     new_pairs,
     require_equal,
@@ -37,7 +37,7 @@ from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 
-class TappedVerifier(Verifier, Protocol):
+class TappedVerifier(HeadVerifier, Protocol):
     """A TargetModel whose layers can be read."""
 
     def admit_taps(self, taps: tuple[int, ...]) -> None: ...
@@ -49,7 +49,7 @@ class Eagle3Vocabulary:
     graph: computes the logits instead of torch.
     """
 
-    def __init__(self, head: Eagle3Head, target: Verifier, graph: Eagle3Graph | None = None) -> None:
+    def __init__(self, head: Eagle3Head, target: HeadVerifier, graph: Eagle3Graph | None = None) -> None:
         self.head, self.target, self.graph = head, target, graph
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Eagle3Predictor:
         return self.head(states, embeddings, positions, attend)
 
 
-def require_fit(head: Eagle3Head, target: Verifier) -> None:
+def require_fit(head: Eagle3Head, target: HeadVerifier) -> None:
     """Raise ValueError unless the head has the target's sizes."""
     require_equal("target hidden_size", head.config.target_size, target.hidden_size)
     require_equal("vocab_size", head.config.vocab_size, target.vocab_size)

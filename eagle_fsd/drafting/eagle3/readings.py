@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_fsd.drafting.eagle3.config import Reading
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Predictor, Eagle3Vocabulary
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import Verifier
+from eagle_fsd.drafting.eagle_drafter import HeadVerifier
 from eagle_fsd.runtime.kv_cache import KVCache
 
 STEPS = 3  # draft steps that are measured: the first one knows nothing of what is carried
@@ -25,7 +25,7 @@ STEPS = 3  # draft steps that are measured: the first one knows nothing of what 
 @torch.inference_mode()
 def reading_losses(
     head: Eagle3Head,
-    target: Verifier,
+    target: HeadVerifier,
     tokens: Tensor,
     features: Callable[[tuple[int, ...]], Tensor],
     steps: int = STEPS,
@@ -44,7 +44,7 @@ def reading_losses(
     return losses
 
 
-def chain_loss(head: Eagle3Head, target: Verifier, tokens: Tensor, features: Tensor, steps: int) -> float:
+def chain_loss(head: Eagle3Head, target: HeadVerifier, tokens: Tensor, features: Tensor, steps: int) -> float:
     """Return the mean negative log q of the text's tokens, over `steps` draft steps at every position.
 
     A token outside the draft vocabulary has no q and does not count. tokens: [n]; features: [n, D].

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,26 +16,17 @@ from torch import Tensor
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
-from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen
+from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen, Verifier
 from eagle_fsd.drafting.lookup import confidences, suffix_store
 from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.recycled_lists import LENGTH, NextList, next_lists
 from eagle_fsd.drafting.lookup.text_memory import COPIED, Sources, TextMemory
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.runtime.kv_cache import SavedRow
-from eagle_fsd.runtime.step_recorder import Stepper
 
 # On a CPU a forward over a small tree takes half as long again as one over a root, so a tree that is expected
 # to bring fewer tokens than this is not worth it. From 0.3 to 0.8 the speed is much the same.
 WORTH = 0.5
-
-
-class Verifier(Protocol):
-    """The part of a TargetModel that looking up for it uses."""
-
-    vocab_size: int
-    device: torch.device
-    stepper: Stepper
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
-from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen
-from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec, Verifier
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen, Verifier
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
 from eagle_fsd.drafting.lookup.merging import (
     ALL_PRIORS,
     DEEPEST,

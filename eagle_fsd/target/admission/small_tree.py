@@ -29,7 +29,6 @@ class Candidate(MaskedForward, Protocol):
     """A model that is tested as a target: a TargetModel under construction."""
 
     config: PreTrainedConfig
-    vocab_size: int
     kinds: set[str]
     window: int
     flash: bool
