@@ -70,7 +70,9 @@ def test_the_right_reading_is_found(place: int) -> None:
     tokens = drafts_of(head, states[true.taps], 1, 14)
     head.config = plain
     head.readings = tuple(readings)
-    losses = reading_losses(head, TARGET, tokens, lambda taps: states[taps])
+    asked = list[tuple[int, ...]]()
+    losses = reading_losses(head, TARGET, tokens, lambda taps: (asked.append(taps), states[taps])[1])
+    assert asked == list(states), "the target ran more than once for the same taps"
     assert head.config == plain and list(losses) == readings
     best = take_reading(head, min(losses, key=losses.__getitem__))
     assert best == true == head.config.reading and head.readings == (true,)

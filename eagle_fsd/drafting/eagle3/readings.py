@@ -7,6 +7,7 @@ head drafts a chain at every position of the text, on its own states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -32,8 +33,10 @@ def reading_losses(
 ) -> dict[Reading, float]:
     """Return the mean loss of each of the head's readings, in nats per token. The head stays as it is.
 
-    tokens: [n], a text of the target's own. features: returns the taps [n, taps * d_t] at its tokens.
+    tokens: [n], a text of the target's own. features: returns the taps [n, taps * d_t] at its tokens, for
+    which the target runs; it is asked once for each choice of taps.
     """
+    features = functools.cache(features)
     config, losses = head.config, {}
     try:
         for reading in head.readings:
