@@ -109,10 +109,11 @@ class EagleSpec:
             cache = KVCache(batch, slots, self.device, self.stepper.view)
         else:
             cache = self.graph.new_cache(batch, slots)
-        predictor = EaglePredictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
+        own = None
         if self.most_own and isinstance(self.vocabulary, DraftVocabulary):
             sizes = (self.head.config.vocab_size, batch, self.most_own)
-            predictor.own = TextTokens(self.vocabulary, *sizes, fixed=self.stepper.records)
+            own = TextTokens(self.vocabulary, *sizes, fixed=self.stepper.records)
+        predictor = EaglePredictor(self.head, self.vocabulary, cache, self.stepper, self.graph, own)
         return BeamDrafter(predictor, self.stepper)
 
     @property
@@ -142,13 +143,10 @@ class EaglePredictor:
         cache: KVCache,
         stepper: Stepper = EAGER,
         graph: Network | None = None,
+        own: TextTokens | None = None,
     ) -> None:
-        self.head = head
-        self.graph = graph
-        self.vocabulary = vocabulary
-        self.cache = cache
-        self.drafted = head.draft_tokens
-        self.own: TextTokens | None = None
+        self.head, self.vocabulary, self.cache, self.graph = head, vocabulary, cache, graph
+        self.drafted, self.own = head.draft_tokens, own
         self.width = head.config.hidden_size
         self._read = stepper.wrap(self._read_pairs, cache)
 
@@ -202,11 +200,11 @@ class EaglePredictor:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
 
-        dtype = self.head.fc.weight.dtype
         if self.graph is not None:
             assert isinstance(self.cache, BlockCache)
             inputs = (features.float(), self.vocabulary.embed(tokens).float(), positions)
             return self.graph(inputs, [visible], self.cache)
+        dtype = self.head.fc.weight.dtype
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
 
 
