@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle_fsd.drafting.eagle3.config import Eagle3Config, Reading, Structure, possible_readings
+from eagle_fsd.drafting.eagle3.export import EAGLE, SPECULATORS, exported_config
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.rope import Rope
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -244,6 +246,16 @@ def test_a_head_of_another_width_cannot_read_the_targets_lm_head() -> None:
     assert eagle3_config(hidden_size=24, embeddings=True).lm_head
     with pytest.raises(ValueError, match="24 wide, its target 32, and it has no lm_head"):
         eagle3_config(hidden_size=24, embeddings=True, lm_head=False)
+
+
+@pytest.mark.parametrize(("normed", "kind"), [(False, "llama"), (True, "qwen3")])
+def test_an_exported_layer_is_of_the_kind_that_its_norms_tell(normed: bool, kind: str) -> None:
+    config = eagle3_config(qk_norm=normed)
+    nested = exported_config(config, SPECULATORS, LAYERS)
+    for fields in (exported_config(config, EAGLE, LAYERS), nested["transformer_layer_config"]):
+        assert fields["model_type"] == kind
+    found = replace(FOUND, qk_norm=normed)
+    assert Eagle3Config.from_dict(nested, found, config.reading) == config
 
 
 def test_a_config_without_a_size() -> None:

@@ -74,9 +74,9 @@ def exported_config(
 
 
 def layer_fields(config: Eagle3Config) -> dict[str, Any]:
-    """Return a Llama's fields for the head's layer. vocab_size is the target's, in both layouts."""
+    """Return the fields of the head's layer, a Llama's. vocab_size is the target's, in both layouts."""
     fields: dict[str, Any] = {
-        "model_type": "llama",
+        "model_type": "qwen3" if config.qk_norm else "llama",  # as speculators names such a layer
         "num_hidden_layers": len(config.windows),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
