@@ -24,7 +24,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     they are not in one list.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    require_integer("draft_layers", count, 1, "the target's own first layers draft")
+    require_integer("draft_layers", count, 1, "name how many first layers draft, or leave it out")
     if count >= layers:
         raise ValueError(
             f"draft_layers is {count}: the target has {layers} layers, and its own first ones draft; ask for "
