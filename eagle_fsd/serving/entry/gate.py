@@ -76,7 +76,7 @@ class Gate:
                 await self.app(scope, replay(body, receive), count_and_send)
             except Exception:
                 if not started:  # the answer comes from around this
-                    self.answered(scope, HTTPStatus.INTERNAL_SERVER_ERROR)
+                    self.answered(scope, HTTPStatus.INTERNAL_SERVER_ERROR.value)
                 raise
 
     def _require_host(self, headers: dict[bytes, bytes]) -> None:
