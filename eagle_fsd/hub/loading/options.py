@@ -80,7 +80,9 @@ class LoadOptions:
         if self.draft_model is not None:
             object.__setattr__(self, "draft_model", name_of_source("draft_model", self.draft_model))
         if self.draft_layers is not None:
-            require_integer("draft_layers", self.draft_layers, 1, "name how many first layers draft, or leave it out")
+            require_integer(
+                "draft_layers", self.draft_layers, 1, "name how many first layers draft, or leave it out"
+            )
         if self.draft_device is not None and self.draft_model is None:
             raise ValueError(
                 f"draft_device is {str(self.draft_device)!r} without a draft model: heads and the target's "
