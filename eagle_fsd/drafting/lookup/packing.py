@@ -101,6 +101,8 @@ def pack_trees(
     device, drafted = roots.device, vocabulary.drafted
 
     def moved(array: np.ndarray) -> Tensor:
+        if array.dtype.kind == "i":  # on Windows numpy's own integers may have 32 bits, which index nothing
+            array = array.astype(np.int64, copy=False)
         return torch.from_numpy(array).to(device, non_blocking=True)  # else the host waits for the device
 
     if recorded and drafted is not None:
