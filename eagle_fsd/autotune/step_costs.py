@@ -48,7 +48,7 @@ TIMED_TREES = ((3, 2, 1), (16, 5, 8))  # nodes, depth, top_k: accept and keep ta
 LONGEST = 20.0  # seconds that texts are observed; the step that is running is finished
 SHORTEST = 128  # contexts up to this length cost the same
 REPEATS = 7  # of each forward that is timed
-ENOUGH = 8  # calls whose repeats show together whether the machine is busy
+TELLING = 8  # calls whose repeats show together whether the machine is busy
 SLOW = 0.1  # seconds of a forward over one node from which on it is timed once: it reads all weights anew
 
 
@@ -146,7 +146,7 @@ class BesideOneNode:
         if not self.slow:
             self._seconds.append(median[None])
         self._spreads += map(disagreement, repeats.values())
-        if len(self._spreads) >= ENOUGH:
+        if len(self._spreads) >= TELLING:
             self.check(self.spread)
         return {key: median[key] / self._seconds[-1] for key in calls}
 
