@@ -163,7 +163,7 @@ class Chat:
             with defer_interrupt():
                 self.adapter, _ = update_between(self.adapter)
         if not answer.interrupted and self.model.settler.measure_postponed():
-            del self.trees[by_budget]  # the next answer has the one that was chosen
+            self.trees.clear()  # the next answer has the one that was chosen
 
     def show(self, pieces: Sequence[tuple[str, str]]) -> None:
         for text, origin in pieces:

@@ -24,7 +24,7 @@ from eagle_fsd.cli.flags.processing import with_bad_words
 from eagle_fsd.cli.flags.server import KEY_VARIABLE, add_server_flags, api_key, check_server_flags
 from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
-from eagle_fsd.cli.start import begin_early, load_model
+from eagle_fsd.cli.start import begin_early, load_model, measure_later
 from eagle_fsd.core.checks import EXIT_INTERRUPTED, tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
@@ -79,10 +79,15 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
-    """Return the tree of every text, measured if it is auto, and run a few steps with it."""
+    """Return the tree of every text, and run a few steps with it.
+
+    One that is to be measured is so while nobody asks, or at once by several ranks, who must do it together.
+    """
     from eagle_fsd.text.chat import encode, require_tokenizer
 
     require_tokenizer(model.tokenizer)
+    if not model.target.ranks.several:
+        options = measure_later(options)
     with model.stream(encode(model.tokenizer, "Hello", raw=True), options=options) as stream:
         for _ in zip(range(2), stream, strict=False):
             pass
@@ -105,7 +110,7 @@ def make_settings(
     return Settings(
         name=args.served_model_name or Path(shown_name(model.base_model)).name,
         tree=tree,
-        crowded=tree.for_many(args.max_rows) if model.device.type == "cpu" else {},
+        measure_tree=model.settler.measure_postponed if model.settler.postpones else None,
         limits=Limits(
             max_rows=args.max_rows,
             max_queue=args.max_queue,
@@ -199,14 +204,14 @@ def load(
 def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     """Do on this rank what the server on rank 0 does, until it ends."""
     from eagle_fsd.decoding.on_ranks.following import follow
-    from eagle_fsd.serving.work.worker import new_scheduler
+    from eagle_fsd.serving.work.scheduling import new_scheduler
     from eagle_fsd.text.stop_strings import make_stopper
 
     # Rank 0 has the signal too, lets answers under way finish, and tells when to end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     follow(
         model.target.ranks,
-        lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded),
+        lambda: new_scheduler(model, settings.tree, settings.limits),
         lambda stopping: make_stopper(model.tokenizer, *stopping),
     )
 

@@ -159,7 +159,7 @@ def test_a_budget_has_its_own_tree(
     write_calibrations(tmp_path / FILE, [made])
     monkeypatch.setattr(model.settler, "folder", tmp_path)
     chosen = SimpleNamespace(tree=TreeConfig(12, 3, 4))
-    monkeypatch.setattr(TreeChooser, "if_quiet", lambda *_: measured.append(1) or chosen)
+    monkeypatch.setattr(TreeChooser, "if_quiet", lambda *_, **__: measured.append(1) or chosen)
     monkeypatch.setattr(TreeChooser, "remembered", lambda *_: chosen if measured else None)
     monkeypatch.setattr(model.settler, "choose_tree", lambda *_: measured.append(1) or chosen)
     monkeypatch.setattr(chat, "load_model", lambda args: model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -132,24 +132,36 @@ class Settler:
         logger.info("%s", choice)
         return choice
 
-    def measure_postponed(self) -> bool:
-        """Choose the tree that texts did not wait for, and return whether there is one now.
+    @property
+    def postpones(self) -> bool:
+        """Whether a tree is to be chosen that texts did not wait for."""
+        return self._postponed is not None
 
-        A machine that is busy, or becomes so, is left alone: its times would not be remembered.
+    def measure_postponed(
+        self, goes_on: Callable[[], bool] = lambda: True, more: str = "Ctrl-C puts it off"
+    ) -> Choice | None:
+        """Choose the tree that texts did not wait for; return None if there is none, or not yet.
+
+        A machine that is busy, or becomes so, is left alone: its times would not be remembered. Then, or once
+        goes_on() is false, the tree is chosen another time. more: what ends it early, for its first line.
         """
         asked, self._postponed = self._postponed, None
         if asked is None:
-            return False
+            return None
         wanted, *terms, prompts = asked
         chooser = self._chooser_of(wanted)
+        announced = chooser.announced
         with self._choosing:
-            choice = chooser.if_quiet(wanted, partial(self._texts, prompts), *terms)
-        if choice is None:
-            level = logging.WARNING if chooser.announced else logging.INFO
+            texts = partial(self._texts, prompts)
+            choice = chooser.if_quiet(wanted, texts, *terms, goes_on=goes_on, more=f"; {more}")
+        if choice is not None:
+            logger.info("%s", choice)
+            return choice
+        self._postponed = self._postponed or asked
+        if goes_on():
+            level = logging.INFO if announced == chooser.announced else logging.WARNING
             logger.log(level, "the machine is busy: the draft tree's size is measured another time")
-            return False
-        logger.info("%s", choice)
-        return True
+        return None
 
     def _tree_now(self, wanted: AutoTree, *asked: Any) -> TreeConfig:
         """Return the tree that `choose_tree` chooses, or a usual one where measuring it is put off."""

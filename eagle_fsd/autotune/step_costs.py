@@ -51,6 +51,13 @@ REPEATS = 7  # of each forward that is timed
 TELLING = 8  # calls whose repeats show together whether the machine is busy
 SLOW = 0.1  # seconds of a forward over one node from which on it is timed once: it reads all weights anew
 
+# Is told again and again how much other work slows a measurement down, 0 while that is unknown. It may raise.
+Check = Callable[[float], None]
+
+
+def unchecked(spread: float) -> None:
+    """Let a measurement go on, whatever slows it down."""
+
 
 def decode_sample(
     target: TargetModel,
@@ -62,6 +69,7 @@ def decode_sample(
     new_tokens: int = NEW_TOKENS,
     eos_token_ids: Sequence[int] = (),
     observer: Observer | None = None,
+    check: Check = unchecked,
 ) -> float:
     """Decode the prompts as one batch and return the median seconds that accept and keep took in a step."""
     longest = max(map(len, prompts)) + new_tokens + 1
@@ -83,6 +91,7 @@ def decode_sample(
         spent = watch.seconds["accept"] + watch.seconds["keep"]
         rests.append(spent - before)
         before = spent
+        check(0.0)
         if target.ranks.lead(time.monotonic() - start > LONGEST):
             break
     return target.ranks.lead(statistics.median(rests))
@@ -95,10 +104,11 @@ def observe(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
     wide: TreeConfig,
+    check: Check = unchecked,
 ) -> list[Observation]:
     """Decode a few texts with the wide tree and return their steps."""
     observer, ends = TreeObserver(), target.eos_token_ids
-    decode_sample(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=observer)
+    decode_sample(target, drafting, prompts, rule, sampling, wide, NEW_TOKENS, ends, observer, check)
     return target.ranks.lead(observer.observations)  # only rank 0 sees what is accepted
 
 
@@ -121,13 +131,10 @@ class BesideOneNode:
     """Times calls in turn with a forward over one node, as multiples of it.
 
     A machine that others share may be half as fast for a second, in which all of a call's repeats are made.
-    A slow forward over one node is timed with the first calls only. check: is told the spread so far after
-    each round, once there are enough of them to tell.
+    A slow forward over one node is timed with the first calls only. check: is called after each round.
     """
 
-    def __init__(
-        self, one_node: Call, target: TargetModel, check: Callable[[float], None] = lambda spread: None
-    ) -> None:
+    def __init__(self, one_node: Call, target: TargetModel, check: Check = unchecked) -> None:
         self.one_node, self.target, self.check = one_node, target, check
         self._seconds: list[float] = []  # of one node, each time
         self._spreads: list[float] = []
@@ -146,8 +153,7 @@ class BesideOneNode:
         if not self.slow:
             self._seconds.append(median[None])
         self._spreads += map(disagreement, repeats.values())
-        if len(self._spreads) >= TELLING:
-            self.check(self.spread)
+        self.check(self.spread if len(self._spreads) >= TELLING else 0.0)
         return {key: median[key] / self._seconds[-1] for key in calls}
 
     @property
@@ -183,14 +189,13 @@ def measure_forwards(
     beams: Sequence[int],
     batch: int,
     context: int,
-    check: Callable[[float], None] = lambda spread: None,
+    check: Check = unchecked,
 ) -> tuple[Forwards, float]:
     """Time the forwards of a step on a cache of `context` slots, whose contents do not matter.
 
     The times depend neither on the rule nor on the sampling. The second value says how much other work slowed
     them down: how much the repeats of a call disagree in the median, or one node's from first to last, or how
-    long threads waited for a core. Above timing.BUSY the times are unreliable. check: is told it again and
-    again, and may raise.
+    long threads waited for a core. Above timing.BUSY the times are unreliable.
     """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
@@ -237,6 +242,7 @@ def measure_overhead(
     batch: int,
     rule: AcceptanceRule,
     sampling: SamplingConfig,
+    check: Check = unchecked,
 ) -> tuple[StepOverhead, float]:
     """Time the work of a step beside its forwards, with a small draft, with a usual one, and without one.
 
@@ -250,7 +256,7 @@ def measure_overhead(
 
     def run(tree: TreeConfig) -> float:
         spec = NoDrafter(target.vocab_size) if tree is plain else drafting
-        return decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS)
+        return decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS, check=check)
 
     found: dict[TreeConfig, list[float]] = {tree: [] for tree in (*trees, plain)}
     for tree in found:

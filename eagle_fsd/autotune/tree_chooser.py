@@ -70,8 +70,8 @@ class NotMeasured(Exception):
     """A choice needs a measurement, and none may be made now."""
 
 
-class MachineBusy(Exception):
-    """Other work slows measurements down that are to be made on a quiet machine only."""
+class PutOff(Exception):
+    """A measurement is to be made another time: other work slows it down, or somebody waits for an answer."""
 
 
 def runtime_parts(target: TargetModel) -> list[object]:
@@ -109,7 +109,7 @@ class TreeChooser:
         self.known: dict[str, Any] = {}  # by key: all that this process has measured, read or chosen
         self.announced = False
         self.may_measure = True
-        self.only_if_quiet = False
+        self.goes_on: Callable[[], bool] | None = None  # what ends a measurement that nobody waits for
         self.may_remember = True  # whether choices may be: all measurements so far were reliable
 
     def __call__(
@@ -156,18 +156,22 @@ class TreeChooser:
         finally:
             self.may_measure = True
 
-    def if_quiet(self, *asked: Any) -> Choice | None:
-        """Return the choice for what a call is asked; None as soon as other work slows measurements down."""
+    def if_quiet(self, *asked: Any, goes_on: Callable[[], bool], more: str) -> Choice | None:
+        """Return the choice for what a call is asked; None as soon as other work slows measurements down.
+
+        So it is once goes_on() is false. What was measured by then serves the next try. more: of the line
+        that says why nothing happens.
+        """
         if self.slowed_down(disturbance(self.target)):
             return None
-        self.announce("; Ctrl-C puts it off")
-        self.only_if_quiet = True
+        self.announce(more)
+        self.goes_on = goes_on
         try:
             return self(*asked)
-        except MachineBusy:
+        except PutOff:
             return None
         finally:
-            self.only_if_quiet = False
+            self.goes_on = None
 
     def observations(
         self,
@@ -187,7 +191,8 @@ class TreeChooser:
             if not (texts := prompts()):
                 raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
             self.announce()
-            return observe(self.target, self.drafting, texts, rule, sampling, wide), has_stable_repr(rule)
+            steps = observe(self.target, self.drafting, texts, rule, sampling, wide, self.check)
+            return steps, has_stable_repr(rule)
 
         key = record_key(
             "observations",
@@ -204,9 +209,7 @@ class TreeChooser:
 
         def measure() -> tuple[Forwards, bool]:
             self.announce()
-            found, spread = measure_forwards(
-                self.target, self.drafting, beams, batch, context, self.require_quiet
-            )
+            found, spread = measure_forwards(self.target, self.drafting, beams, batch, context, self.check)
             return found, self.is_idle(spread)
 
         key = record_key(f"forwards {METHOD}", self.models, self.machine, list(beams), batch, context)
@@ -217,7 +220,9 @@ class TreeChooser:
 
         def measure() -> tuple[StepOverhead, bool]:
             self.announce()
-            found, spread = measure_overhead(self.target, self.drafting, beam, batch, rule, sampling)
+            found, spread = measure_overhead(
+                self.target, self.drafting, beam, batch, rule, sampling, self.check
+            )
             return found, self.is_idle(spread) and has_stable_repr(rule)
 
         setting = (min(8, beam), batch, overhead_kind(rule), warpers(rule, sampling))
@@ -240,14 +245,14 @@ class TreeChooser:
         """Say whether other work slowed timings down by more than is usual. Rank 0 answers for all."""
         return self.target.ranks.lead(spread > BUSY)
 
-    def require_quiet(self, spread: float) -> None:
-        """Raise MachineBusy if a quiet machine is needed, and other work has slowed its timings down."""
-        if self.only_if_quiet and self.slowed_down(spread):
-            raise MachineBusy
+    def check(self, spread: float) -> None:
+        """Raise PutOff if nobody waits for a measurement, and it is slowed down or is not to go on."""
+        if self.goes_on is not None and (self.slowed_down(spread) or not self.goes_on()):
+            raise PutOff
 
     def is_idle(self, spread: float) -> bool:
         """Say whether the machine had no other work while it timed repeats that disagree by `spread`."""
-        self.require_quiet(spread)
+        self.check(spread)
         if spread > BUSY:
             logger.warning(
                 "the machine is busy (other work slows timings down by about %.0f %%): this choice is not "

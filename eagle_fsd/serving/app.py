@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.requests.unsupported import Unsupported
 from eagle_fsd.serving.work.jobs import Job
 from eagle_fsd.serving.work.learning import Learner
+from eagle_fsd.serving.work.tree import Measure, ServedTree
 from eagle_fsd.serving.work.worker import Worker
 from eagle_fsd.text.chat import require_tokenizer
 from eagle_fsd.text.streamed import StreamedText
@@ -68,8 +69,8 @@ CLIENT_GONE = 499  # nobody reads it; it is counted
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server is set up. name: of the model, to clients. tree: of every text's steps. crowded: trees of
-    steps of many texts, see Scheduler.
+    """How a server is set up. name: of the model, to clients. tree: of every text's steps. measure_tree:
+    chooses its size while nobody asks; None if it stays.
 
     key: clients must send it; None lets everybody in. hosts: see Gate. cors_origins: web pages from there may
     call. learner: adapts the head to the texts, which voids its calibrations. at_end: is called once the last
@@ -78,7 +79,7 @@ class Settings:
 
     name: str
     tree: TreeConfig = TreeConfig()  # noqa: RUF009  # it is frozen
-    crowded: Mapping[int, TreeConfig] = field(default_factory=dict)
+    measure_tree: Measure | None = None
     limits: Limits = Limits()  # noqa: RUF009
     defaults: Defaults = field(default_factory=Defaults)
     key: str | None = None
@@ -95,13 +96,10 @@ class Service:
         self.model, self.settings, self.tokenizer = model, settings, require_tokenizer(model.tokenizer)
         self.limits = settings.limits
         self.metrics = Metrics()
-        self.worker = Worker(
-            model, settings.tree, self.limits, self.metrics, settings.crowded, settings.learner
-        )
+        self.tree, learner = ServedTree(settings.tree, settings.measure_tree), settings.learner
+        self.worker = Worker(model, self.tree, self.limits, self.metrics, learner)
         self.metrics.watch(self.worker)
-        self.choose = Chooser(
-            model, self.limits, settings.defaults, settings.tree, adapts=settings.learner is not None
-        )
+        self.choose = Chooser(model, self.limits, settings.defaults, self.tree, adapts=learner is not None)
         self.created = int(time.time())
         self.reader = PromptReader(model, self.choose)
 
@@ -189,7 +187,7 @@ class Service:
             "owned_by": "eagle_fsd",
             "max_model_len": model.target.max_positions,
             "draft": shown_name(model.ea_model),
-            "tree": str(self.settings.tree),
+            "tree": str(self.tree.size),
             "dtype": str(model.dtype).removeprefix("torch."),
             "runtime": model.runtime,
             "weight_format": model.weight_format,

@@ -22,6 +22,7 @@ from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.errors import ApiError, of_value, wrong_value
 from eagle_fsd.serving.requests.generation import Chat, Decoding
 from eagle_fsd.serving.tools.plan import ToolPlan, plan_tools
+from eagle_fsd.serving.work.tree import ServedTree
 from eagle_fsd.text.chat import require_tokenizer
 from eagle_fsd.text.grammar import compile_form
 from eagle_fsd.text.stop_strings import words_as_tokens
@@ -92,11 +93,11 @@ class Chooser:
     """
 
     def __init__(
-        self, model: EagleFSD, limits: Limits, defaults: Defaults, tree: TreeConfig, adapts: bool = False
+        self, model: EagleFSD, limits: Limits, defaults: Defaults, tree: ServedTree, adapts: bool = False
     ) -> None:
         self.model, self.limits, self.defaults, self.adapts = model, limits, defaults, adapts
         self.tree = tree
-        self._calibrated: dict[tuple[AutoThreshold, SamplingConfig], AcceptanceRule] = {}
+        self._calibrated: dict[tuple[AutoThreshold, SamplingConfig, TreeConfig], AcceptanceRule] = {}
         self._calibrating = threading.Lock()
         self.encoding = threading.Lock()  # a tokenizer is not made for several threads
 
@@ -188,10 +189,10 @@ class Chooser:
 
     def _from_calibration(self, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
         """Return the fastest rule inside a budget. Errors are told without the place of the head's folder."""
-        key = (wanted, sampling)
+        key = (wanted, sampling, self.tree.size)
         if key not in self._calibrated:
             try:
-                found, _ = self.model.settler.within_budget(wanted, sampling, self.tree)
+                found, _ = self.model.settler.within_budget(*key)
             except ValueError as error:
                 folder = str(self.model.head_folder)
                 raise ValueError(str(error).replace(folder, shown_name(folder))) from error

@@ -34,9 +34,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        settings = self.service.settings
+        name, tree = self.service.settings.name, self.service.tree
+        size = tree.size if tree.pause is None else f"{tree.size} till another is measured"
         where = f"answers at {self.url}/v1, with a page at {self.url}/"
-        tell(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it")
+        tell(f"{name} (tree {size}) {where}; Ctrl-C ends it")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note a signal. Only the first one is uvicorn's, which would break off all tasks at a second one."""

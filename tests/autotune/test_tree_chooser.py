@@ -415,6 +415,48 @@ def test_a_machine_that_becomes_busy_is_measured_no_further_where_nobody_waits(
     assert model.settler.measure_postponed() and measured.count("observe") == 1
 
 
+def test_a_measurement_that_is_not_to_go_on_ends_at_once_and_keeps_its_whole_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked again and again, while texts are observed, forwards timed, and accept and keep."""
+    begun: list[str] = []
+    for name, fewer in (("REPEATS", 2), ("NEW_TOKENS", 30), ("TIMED_TOKENS", 12)):
+        monkeypatch.setattr(step_costs, name, fewer)
+    for name in MEASUREMENTS:
+        real = getattr(step_costs, name)
+
+        def noting(*parts: Any, name: str = name, real: Any = real) -> Any:
+            begun.append(name)
+            return real(*parts)
+
+        monkeypatch.setattr(tree_chooser, name, noting)
+
+    def measure(rounds: int) -> tuple[EagleFSD, Choice | None, list[str]]:
+        """Let a measurement go on for some rounds; return what was begun when it was asked each time."""
+        monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / str(rounds)))
+        begun.clear()
+        model, at = engine(), []
+        model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+        with caplog.at_level(logging.INFO):
+            found = model.settler.measure_postponed(
+                lambda: at.append(begun[-1]) or len(at) <= rounds, "a word puts it off"
+            )
+        return model, found, at
+
+    model, found, at = measure(10**6)
+    assert found is not None and "a word puts it off" in caplog.text and not model.settler.postpones
+    for name in MEASUREMENTS:
+        assert at.count(name) > 10
+    for rounds in (0, at.index("measure_forwards") + 3, len(at) - 1):
+        model, found, seen = measure(rounds)
+        assert found is None and model.settler.postpones
+        assert seen == [*at[: rounds + 1], at[rounds]], "at once, and it is asked once more behind it"
+        whole = len(begun) - 1
+        assert model.settler.measure_postponed() is not None and not model.settler.postpones
+        assert begun == [*MEASUREMENTS[: whole + 1], *MEASUREMENTS[whole:]], "only what was in hand again"
+    assert "busy" not in caplog.text
+
+
 # --- on disk ---
 
 

@@ -329,7 +329,7 @@ def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.Mon
         watched = []
 
         def watching(*parts: Any, watched: list[int] = watched) -> list[Observation]:
-            watched.append(parts[-1].top_k)
+            watched.append(next(part for part in parts if isinstance(part, TreeConfig)).top_k)
             return [CHAIN]
 
         monkeypatch.setattr(autotree_module, "observe", watching)

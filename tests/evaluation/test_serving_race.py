@@ -43,6 +43,17 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("flags", [[], ["--weight-format", "packed"], ["--total-tokens-x"]])
+def test_a_server_that_would_measure_its_tree_beside_the_others_is_refused(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        race_command.main(["--prompts", str(prompts), "--output", str(tmp_path), "--", *flags])
+    assert "without --total-tokens it would measure its tree" in capsys.readouterr().err
+
+
 def test_rates_and_times_are_those_of_all_turns() -> None:
     found = summaries(ROWS)[1, "a"]
     assert found["rate"] == pytest.approx(20 / 5)

@@ -23,6 +23,7 @@ from eagle_fsd.serving.requests.completions import ChatRequest, CompletionReques
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.requests.unsupported import UNSUPPORTED, WITHOUT_EFFECT, Unsupported
 from eagle_fsd.serving.tools.plan import turns_of
+from eagle_fsd.serving.work.tree import ServedTree
 from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -272,7 +273,7 @@ class Calibrated:
 
 def chooser(limits: Limits | None = None, usual: Defaults | None = None) -> Chooser:
     model: Any = Calibrated()
-    return Chooser(model, limits or Limits(), usual or Defaults(), TreeConfig(4, 3, 2))
+    return Chooser(model, limits or Limits(), usual or Defaults(), ServedTree(TreeConfig(4, 3, 2)))
 
 
 def test_a_calibrated_threshold_is_looked_up_once() -> None:

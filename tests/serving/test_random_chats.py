@@ -33,7 +33,7 @@ from torch import Tensor
 
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.serving.choices import Defaults
-from eagle_fsd.serving.work import worker
+from eagle_fsd.serving.work import scheduling
 from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat, call_grammar, call_text, describe_functions
 
 CLIENTS, CHATS, TURNS = 6, 5, 3
@@ -464,7 +464,7 @@ def test_chats_are_answered_with_their_texts_alone(seed: int, monkeypatch: pytes
         draw.choice([TOOL_TEMPLATE, TOOL_TEMPLATE, BARE, TEMPLATE]),
         draw.choice([12, 60, 60, 60, None]),
     )
-    monkeypatch.setattr(worker, "SLICE", draw.choice([4, 50, 512]))
+    monkeypatch.setattr(scheduling, "SLICE", draw.choice([4, 50, 512]))
     model, twin = new_schema_engine(template=template, dtype=torch.float64), Twin(template, force)
     written = Processing() if force is None else Processing.of(logits_processor=echo(model.tokenizer, force))
     configured = settings(

@@ -22,7 +22,7 @@ from support.tiny_engine import new_engine
 from support.tiny_models import VOCAB
 
 from eagle_fsd.serving.choices import Defaults
-from eagle_fsd.serving.work import worker
+from eagle_fsd.serving.work import scheduling
 
 CLIENTS, REQUESTS = 6, 30
 
@@ -75,7 +75,7 @@ def test_answers_are_those_of_their_texts_alone(seed: int, monkeypatch: pytest.M
     for body in bodies:
         each = [prompt for prompt in prompts_of(body) for _ in range(body["n"])]
         wanted.append([told_alone(model, body, prompt, place) for place, prompt in enumerate(each)])
-    monkeypatch.setattr(worker, "SLICE", draw.choice([4, 50, 512]))
+    monkeypatch.setattr(scheduling, "SLICE", draw.choice([4, 50, 512]))
     configured = settings(limits=random_limits(draw, 300), defaults=Defaults(max_new_tokens=40))
     with running(configured, new_engine()) as (url, service), ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(lambda body, told: require_answer(body, told, url), bodies, wanted))

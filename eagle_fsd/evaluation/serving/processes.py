@@ -17,7 +17,7 @@ import psutil
 
 from eagle_fsd.evaluation.serving.client import Client
 
-START_SECONDS = 600.0  # a first start may measure trees and convert weights
+START_SECONDS = 600.0  # a first start may convert weights
 END_SECONDS = 60.0
 HOST = "127.0.0.1"
 

@@ -3,8 +3,9 @@
     python eval/serving_speed.py --prompts data/prompts_*.jsonl --limit 4 --output runs/serving \\
         --llama-python llama/bin/python -- --weight-format packed --total-tokens 8
 
-What stands behind -- are flags of `python -m eagle_fsd.serve`. The servers run as processes of their own, all
-at once, and are asked in turn: A B C A B C for each number of clients, so that a slow hour meets all of them.
+What stands behind -- are flags of `python -m eagle_fsd.serve`, --total-tokens among them. The servers run as
+processes of their own, all at once, and are asked in turn: A B C A B C for each number of clients, so that a
+slow hour meets all of them.
 Clients ask for greedy streams of at most --max-new-tokens, each the next prompt as soon as it has its answer.
 Answers end where the model ends them; their tokens are counted by one tokenizer, that of our server. Rows are
 kept: the same command goes on where it was stopped. Nothing else should run on the machine.
@@ -86,6 +87,11 @@ def check(arguments: argparse.Namespace) -> None:
     require_integer("turns", arguments.turns, 1, "leave it out for the default")
     for clients in arguments.clients:
         require_integer("clients", clients, 1, "1 2 4 8 are usual")
+    if not any(flag.partition("=")[0] == "--total-tokens" for flag in arguments.flags):
+        raise ValueError(
+            f"the flags of our server are {arguments.flags}: without --total-tokens it would measure its "
+            "tree while others are asked; add -- --total-tokens 8"
+        )
     require_matplotlib()
 
 

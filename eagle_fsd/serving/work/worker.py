@@ -12,22 +12,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from eagle_fsd.core.checks import one_line
-from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import forward_size, release_freed_memory
+from eagle_fsd.core.checks import one_line, tell
+from eagle_fsd.core.devices import release_freed_memory
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
 from eagle_fsd.decoding.request import Text
-from eagle_fsd.decoding.scheduler import SLICE, Scheduler
+from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.decoding.steps.origins import TokenOrigins
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, of_failure, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.serving.work.learning import IdleLearning, Learner
+from eagle_fsd.serving.work.scheduling import new_scheduler
+from eagle_fsd.serving.work.tree import ServedTree
 from eagle_fsd.text.stop_strings import make_stopper
 
 if TYPE_CHECKING:
@@ -52,21 +53,20 @@ class Watcher(Protocol):
 class Worker:
     """Serves texts with one engine.
 
-    tree: of every text. limits: how many texts it decodes and lets wait, and what their caches may take.
-    crowded: trees of steps of many texts, see Scheduler. learner: learns from the texts while there is none
-    to serve; whoever comes then waits for the end of an update.
+    tree: of every text, measured while there is none to serve. limits: how many texts it decodes and lets
+    wait, and what their caches may take. learner: learns from the texts while there is none to serve; whoever
+    comes then waits for the end of an update.
     """
 
     def __init__(
         self,
         model: EagleFSD,
-        tree: TreeConfig,
+        tree: ServedTree,
         limits: Limits,
         watcher: Watcher,
-        crowded: Mapping[int, TreeConfig],
         learner: Learner | None,
     ) -> None:
-        self.crowded, self._learning = crowded, IdleLearning(learner)
+        self._learning = IdleLearning(learner)
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
         self._origins, self._watch = TokenOrigins(), Stopwatch()
         self._leader = Leader(model.target.ranks)
@@ -180,14 +180,15 @@ class Worker:
 
     def _take_in(self) -> bool:
         """Wait until there is something to do, and admit what has come. Return False at the end."""
-        while self._learning.ready and not (self._inbox or self._scheduler.busy or self._closing):
+        while self._learning.ready and not self._asked():
             self._learn()
-        with self._wake:
-            while not (self._inbox or self._scheduler.busy or self._closing):
-                if not self._wake.wait(HEARTBEAT if self._leader.ranks.several else None):
-                    self._leader.send()
-            if self._closing:
-                return False
+        while not self._wait():
+            if self._leader.ranks.several:
+                self._leader.send()
+            elif self.tree.measure(self._asked):
+                self._change_tree()
+        if self._closing:
+            return False
         for text, job in list(self._texts.items()):
             if job.cancelled:
                 self._retire(text, job)
@@ -201,6 +202,22 @@ class Worker:
         wanted = any(job.wants_origins for job in self._texts.values())
         self._scheduler.observer = self._origins if wanted else None
         return True
+
+    def _asked(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._inbox or self._scheduler.busy or self._closing)
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; return False if something else has its turn before."""
+        patience = HEARTBEAT if self._leader.ranks.several else self.tree.pause
+        with self._wake:
+            return self._wake.wait_for(self._asked, patience)
+
+    def _change_tree(self) -> None:
+        """Serve with the tree that was measured."""
+        tell(f"the draft tree is {self.tree.size} from now on")
+        self._scheduler = self._new_scheduler()
+        release_freed_memory()
 
     def _learn(self) -> None:
         """Let the head learn. What is kept of it in caches is of no use to another head, so they go."""
@@ -326,22 +343,6 @@ class Worker:
                 self._admit(job)
 
     def _new_scheduler(self) -> Scheduler:
-        made = new_scheduler(self.model, self.tree, self.limits, self.crowded)
+        made = new_scheduler(self.model, self.tree.size, self.limits)
         made.watch = self._watch  # times go on where the last one's ended
         return made
-
-
-def new_scheduler(
-    model: EagleFSD, tree: TreeConfig, limits: Limits, crowded: Mapping[int, TreeConfig]
-) -> Scheduler:
-    """Return what decodes the texts of a server, on any rank."""
-    return Scheduler(
-        model.target,
-        model.drafter,
-        tree,
-        limits.max_rows,
-        slice_tokens=forward_size(SLICE, model.target.device),
-        cache_tokens=limits.cache_tokens,
-        prefix_tokens=limits.prefix_tokens,
-        crowded=None if model.target.ranks.several else crowded,  # rank 0 alone knows the texts' terms
-    )
