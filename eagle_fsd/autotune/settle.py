@@ -157,7 +157,7 @@ class Settler:
         if choice is not None:
             logger.info("%s", choice)
             return choice
-        self._postponed = self._postponed or asked
+        self._postponed = asked
         if goes_on():
             level = logging.INFO if announced == chooser.announced else logging.WARNING
             logger.log(level, "the machine is busy: the draft tree's size is measured another time")

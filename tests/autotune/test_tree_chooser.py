@@ -407,12 +407,28 @@ def test_a_machine_that_becomes_busy_is_measured_no_further_where_nobody_waits(
     assert not model.settler.measure_postponed()
     assert "the machine is busy: the draft tree's size is measured another time" in caplog.text
     assert "measure_overhead" not in measured and len(rounds) == 4
+    caplog.clear()
+    assert not model.settler.measure_postponed() and not caplog.records, "it is said once"
     choose(model)
     assert "this choice is not remembered" in caplog.text, "who waits for a tree gets one"
     fake_clock(monkeypatch, measured, 1.0)
     model = engine()
     model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
     assert model.settler.measure_postponed() and measured.count("observe") == 1
+
+
+def test_an_overhead_that_a_busy_machine_had_is_taken_where_somebody_waits_alone(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_clock(monkeypatch, measured, 1.0)
+    monkeypatch.setattr(tree_chooser, "disturbance", lambda target: 0.0)
+    found, _ = fake_measurement("measure_overhead")
+    model = engine()
+    model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+    with monkeypatch.context() as patch:
+        patch.setattr(tree_chooser, "measure_overhead", lambda *_: (found, 2 * timing.BUSY))
+        assert model.settler.measure_postponed() is None and model.settler.postpones
+    assert model.settler.measure_postponed() is not None and measured.count("measure_overhead") == 1
 
 
 def test_a_measurement_that_is_not_to_go_on_ends_at_once_and_keeps_its_whole_parts(
