@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from eagle_fsd.text.detokenizer import Detokenizer
+from eagle_fsd.text.detokenizer import Detokenizer, decoder_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,15 +67,6 @@ class Spelling:
     @property
     def _begins(self) -> bool:
         return self.characters == 0 and self._detokenizer.begins
-
-
-def decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return what a fast tokenizer's decoder does, step by step; nothing of other tokenizers."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if decoder is None:
-        return []
-    found: dict[str, Any] = json.loads(decoder.__getstate__())
-    return found["decoders"] if found["type"] == "Sequence" else [found]
 
 
 def mark_of_space(step: dict[str, Any]) -> str:

@@ -6,8 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_tokenizer import decoding_tokenizer, tiny_tokenizer
+from tokenizers import decoders
 
+from eagle_fsd.text.spelling import ALPHABET
 from eagle_fsd.text.streamed import Piece, StreamedText, merged, special_tokens
 
 TOKENIZER = tiny_tokenizer()
@@ -101,6 +103,36 @@ def test_a_token_that_ends_in_half_a_character_may_complete_a_stop_string() -> N
         shown = [*written.add([0, 1]), *written.add([2, 3]), *written.finish()]
         text = "a: " if stops == ["\U0001f600x"] else "a: \U0001f600x"
         assert merged(shown) == [Piece(text)], stops
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_no_characters_do_not_wait_for_the_last_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown is a beginning of the whole text, and few tokens are decoded again."""
+    draw, smile = random.Random(seed), "\U0001f600".encode()
+    pieces = [bytes([byte]) for byte in (0x80, 0x91, 0xC3, 0xE2, 0xF0, 0xFF)]
+    pieces += [smile[:2], smile[2:], smile[:3], smile[3:], smile[3:] + smile[:1], "é".encode()]
+    written_as = {byte: letter for letter, byte in ALPHABET.items()}
+    words = ["".join(written_as[byte] for byte in piece) for piece in pieces]
+    tokenizer = decoding_tokenizer(words, decoders.ByteLevel())
+    some = draw.sample(words, draw.choice([1, 2, 3, len(words)]))
+    ids = [*draw.choices(tokenizer.convert_tokens_to_ids(some), k=300)]
+    whole, decode, decoded = tokenizer.decode(ids), tokenizer.decode, 0
+
+    def counted(ids: list[int], **options: Any) -> Any:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    written = StreamedText(tokenizer)
+    for count, token in enumerate(ids, 1):
+        written.add([token])
+        assert whole.startswith(written.text)
+        assert len(decode(ids[:count])) - len(written.text) < 40
+    written.finish()
+    assert written.text == whole and decoded < 100 * len(ids)
 
 
 def test_origins_stay_with_their_characters() -> None:
