@@ -346,13 +346,14 @@ def test_neither_bytes_nor_characters_outside_an_encoding_end_the_chat(
     assert "--system has the byte 0xe9" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--threshold", "--prefix-tokens"])
+@pytest.mark.parametrize("flags", ["--threshold -1", "--prefix-tokens -1", "--threshold 0.3 --cost kl"])
 def test_mistakes_in_the_flags_end_in_one_line(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert say(monkeypatch, "", flag, "-1") == 2
+    assert say(monkeypatch, "", *flags.split()) == 2
     told = capsys.readouterr().err
-    assert f"error: {flag} is -1" in told and told.count("\n") == 1
+    flag, value = flags.split()[-2:]
+    assert f"error: {flag} is {value}" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("kept", [0, 8192])
@@ -382,6 +383,50 @@ def test_messages_of_several_lines() -> None:
     lines = iter(["one", "  ", "a\\", "b\\", "c", "/paste", "x", "", "/exit", "/end", "/paste", "open"])
     read = list(read_messages(lambda goes_on: next(lines, None)))
     assert read == [("one", False), ("a\nb\nc", False), ("x\n\n/exit", True), ("open", True)]
+
+
+@pytest.mark.parametrize("begun", ["/paste\nno", "no\\"])
+def test_ctrl_c_takes_a_message_back(begun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next line begins another one, and Ctrl-D ends the chat on a line of its own."""
+    lines = iter([*begun.split("\n"), KeyboardInterrupt, "Hi", "/exit", EOFError])
+
+    def read(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    with terminal(monkeypatch) as end:
+        monkeypatch.setattr("builtins.input", read)
+        errors = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert chat.main([*FLAGS, "--no-colour"]) == 0
+        page = shown(end)
+    assert page == f"{text_alone(chat_ids(), max_new_tokens=15)}\n"
+    assert "the message is dropped" in errors.getvalue() and next(lines) is EOFError
+
+
+def test_ctrl_d_leaves_the_line_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as end:
+        errors = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", errors)
+        os.write(end, b"\x04")
+        assert chat.main(FLAGS) == 0
+    assert errors.getvalue().endswith("\n\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": ""}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+        ({}, True),
+    ],
+)
+def test_colours_are_for_terminals_that_show_them(variables: dict[str, str], coloured: bool) -> None:
+    assert chat.shows_colours(variables) == coloured
 
 
 def test_a_pasted_message_is_no_command(
@@ -478,6 +523,12 @@ def test_a_threshold_takes_a_budgets_place() -> None:
     assert conversation.options.rule == Fuzzy(0.3)
     assert conversation.command("/threshold auto").endswith("the calibrated rule of the budget 0.05")
     assert conversation.options.rule == AutoThreshold(0.05)
+
+
+def test_a_cost_without_a_price_is_for_a_calibrated_threshold() -> None:
+    conversation = Conversation(chat.build_parser().parse_args(["--threshold", "auto", "--cost", "kl"]))
+    assert "--cost kl has no effect on it" in conversation.command("/threshold 0.3")
+    assert "cost" not in conversation.command("/threshold auto") + conversation.command("/threshold 0")
 
 
 def test_commands_are_told_from_what_follows_them() -> None:
