@@ -11,13 +11,13 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.arguments import check_early
-from eagle_fsd.cli.conversation import HELP, Conversation, Exit, as_utf8, read_messages
+from eagle_fsd.cli.conversation import HELP, Conversation, Dropped, Exit, as_utf8, read_messages
 from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import (
     add_generation_flags,
@@ -172,16 +172,23 @@ class Chat:
         self.out.flush()
 
     def read_line(self, goes_on: bool) -> str | None:
-        """Return the user's next line, with a prompt where both ends are a terminal; None at the end."""
+        """Return the user's next line, with a prompt where both ends are a terminal; None at the end.
+
+        Raises Dropped if Ctrl-C takes back the message that the line goes on with.
+        """
         if not self.coloured and not (sys.stdin.isatty() and self.out.isatty()):
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
         while True:
             try:
                 return input("... " if goes_on else ">>> ")
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
+                if goes_on:
+                    tell("\n(the message is dropped)")
+                    raise Dropped from interrupt
                 tell("\n(/exit or Ctrl-D ends the chat)")
             except EOFError:
+                tell("")  # the cursor still stands behind the prompt
                 return None
 
     def run(self) -> None:
@@ -200,6 +207,11 @@ class Chat:
                 tell(one_line(error))
             except KeyboardInterrupt:  # before an answer began, or in an update of the head
                 tell("\ninterrupted: the chat goes on; /exit or Ctrl-D ends it")
+
+
+def shows_colours(variables: Mapping[str, str]) -> bool:
+    """Return whether a terminal shows colours, and its user wants them (https://no-color.org)."""
+    return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
@@ -224,7 +236,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
             model = load_model(args)
             adapter = make_adapter(args, model)
         at_terminal = sys.stdin.isatty() and out.isatty()
-        coloured = at_terminal and args.colour and "NO_COLOR" not in os.environ
+        coloured = at_terminal and args.colour and shows_colours(os.environ)
         talk = Chat(model, conversation, out, coloured, adapter)
     if at_terminal:
         with contextlib.suppress(ImportError):

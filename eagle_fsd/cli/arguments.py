@@ -81,12 +81,7 @@ def asks_for_auto(args: argparse.Namespace) -> bool:
 
 
 def require_threshold(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag of the rule fuzzy without what it needs, where that cannot come later."""
-    if args.rule == "fuzzy" and args.cost is not None and not args.price and not asks_for_auto(args):
-        raise ValueError(
-            f"--cost is {args.cost} without a --price above 0: it would have no effect; give a price such as "
-            "1.5, or drop it"
-        )
+    """Raise ValueError for a flag of the rule fuzzy without its threshold, where that cannot come later."""
     if args.rule != "fuzzy" or args.threshold not in (None, 0.0) or args.quality_budget is not None:
         return
     lack = "without --threshold" if args.threshold is None else "with --threshold 0"
@@ -97,6 +92,15 @@ def require_threshold(args: argparse.Namespace) -> None:
                 f"{flag} {lack}: nothing is followed then, and it would have no effect; give a threshold "
                 "above 0, inf for a plan alone"
             )
+
+
+def require_price(args: argparse.Namespace) -> None:
+    """Raise ValueError for a cost that nothing is paid for."""
+    if args.rule == "fuzzy" and args.cost is not None and not args.price and not asks_for_auto(args):
+        raise ValueError(
+            f"--cost is {args.cost} without a --price above 0: it would have no effect; give a price such as "
+            "1.5, or drop it"
+        )
 
 
 def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> None:
@@ -152,6 +156,7 @@ def check_early(args: argparse.Namespace) -> None:
         if args.temperature is not None:  # else the model's own is still to come
             require_different_texts(texts, config)
         make_tree(args)
+        require_price(args)
         if args.divergence is not None:
             require_choice("divergence", args.divergence, DIVERGENCE_NAMES)
         if asks_for_auto(args):

@@ -34,6 +34,10 @@ class Exit(Exception):
     """The user wants to end the chat."""
 
 
+class Dropped(Exception):
+    """The user takes back a message of which there are lines already."""
+
+
 @dataclass
 class Conversation:
     """The turns so far, and the flags under which the next answer is made.
@@ -107,6 +111,8 @@ class Conversation:
             means = f"the calibrated rule of the budget {options.rule.quality_budget:g}"
         elif self.args.threshold == 0:
             means = "exact"
+        elif self.args.cost is not None and not self.args.price:  # a chat that began with auto
+            means += f"; --cost {self.args.cost} has no effect on it without a --price"
         return f"threshold {text}: {means}"
 
     def save(self, name: str) -> str:
@@ -147,18 +153,22 @@ def read_messages(read_line: Callable[[bool], str | None]) -> Iterator[tuple[str
     """Yield messages and commands of one or several lines, without blank ones, and whether it was pasted.
 
     What was pasted is a message, whatever it begins with. read_line: returns the next line without its end,
-    None at the end of the input. It is told whether the line goes on with a message.
+    None at the end of the input. It is told whether the line goes on with a message, and raises Dropped if
+    that one is not to be sent.
     """
     while (line := read_line(False)) is not None:
         lines, pasted = [line], line.strip() == PASTE
-        if pasted:
-            lines = []
-            while (line := read_line(True)) is not None and line.strip() != END:
-                lines.append(line)
-        else:
-            while lines[-1].endswith(CONTINUED):
-                lines[-1] = lines[-1].removesuffix(CONTINUED)
-                lines.append(read_line(True) or "")
+        try:
+            if pasted:
+                lines = []
+                while (line := read_line(True)) is not None and line.strip() != END:
+                    lines.append(line)
+            else:
+                while lines[-1].endswith(CONTINUED):
+                    lines[-1] = lines[-1].removesuffix(CONTINUED)
+                    lines.append(read_line(True) or "")
+        except Dropped:
+            continue
         message = "\n".join(lines)
         if message.strip():
             yield message, pasted

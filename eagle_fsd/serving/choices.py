@@ -166,10 +166,8 @@ class Chooser:
                 words = words_as_tokens(self.model.tokenizer, request.bad_words)
             said["bad_words_ids"] = as_sequences("bad_words", words)
         found = dataclasses.replace(self.defaults.processing, **said)
-        vocab_size = self.model.target.vocab_size
-        found.require_vocabulary(vocab_size)
-        for token in as_tokens("stop_token_ids", request.stop_token_ids, some=False):
-            require_integer("stop_token_ids", token, 0, "leave it out", vocab_size - 1)
+        found.require_vocabulary(self.model.target.vocab_size)
+        self.require_tokens(request.stop_token_ids, "stop_token_ids", "leave it out")
         return found
 
     def settle(self, request: Decoding, sampling: SamplingConfig) -> AcceptanceRule:
@@ -214,13 +212,13 @@ class Chooser:
             raise ApiError(400, message, "context_length_exceeded", name)
         self.require_tokens(ids, name)
 
-    def require_tokens(self, ids: Sequence[int], name: str) -> None:
+    def require_tokens(self, ids: Sequence[int], name: str, remedy: str = "encode it again") -> None:
         """Raise ApiError unless these are token ids of this target."""
         size = self.model.target.vocab_size
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
             said = f"{name} has the token {format_value(wrong)}"
-            raise wrong_value(f"{said}: ids go from 0 to {size - 1}; encode it again", name)
+            raise wrong_value(f"{said}: ids go from 0 to {size - 1}; {remedy}", name)
 
 
 def said_of(request: Decoding, names: Sequence[str]) -> dict[str, Any]:
@@ -242,7 +240,7 @@ def requested_rule(
             raise ValueError(
                 f"{name} is {value!r}: the rule {request.rule!r} has values of its own; put it there"
             )
-        return parse_rule(request.rule)
+        return require_price(request.rule, parse_rule(request.rule))
     name = rule_name(usual) if request.rule is None else request.rule
     if said.get("threshold") == AUTO or "quality_budget" in said:
         return auto_threshold(name, said, usual)
@@ -261,6 +259,15 @@ def requested_rule(
     if said.keys() - field_names(base):
         return build_rule(name, **said)  # which says what fields the rule has
     return dataclasses.replace(base, **said)  # type: ignore[type-var]
+
+
+def require_price(said: str, rule: AcceptanceRule) -> AcceptanceRule:
+    """Return a rule that was written so. Raises ValueError for a cost that nothing is paid for."""
+    if isinstance(rule, Fuzzy) and rule.cost != Fuzzy().cost and not rule.price:
+        raise ValueError(
+            f"rule is {said!r}: its cost has no effect without a price above 0; add a price, or leave it out"
+        )
+    return rule
 
 
 def token_of(key: str) -> int:

@@ -189,7 +189,8 @@ def test_usage_comes_in_a_chunk_without_choices(client: TestClient) -> None:
     *chunks, last = events(post(client, max_tokens=9, stream=True, stream_options=options))
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 9
     assert last["usage"]["prompt_tokens"] == len(chat_ids())
-    assert all("usage" not in chunk for chunk in chunks)
+    assert chunks and all(chunk["usage"] is None for chunk in chunks)
+    assert all("usage" not in chunk for chunk in events(post(client, max_tokens=9, stream=True)))
 
 
 def test_timings_say_how_the_draft_did(client: TestClient) -> None:

@@ -69,7 +69,7 @@ def test_of_likely_tokens_that_look_the_same_the_likeliest_is_told() -> None:
     (found,) = tables(BYTES, ["a"], [("a", -0.5), (EURO[0], -1.0), (EURO[1], -2.0), (EURO[2], -float("inf"))])
     assert found["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0}]
     (found,) = tables(BYTES, ["a"], [(EURO[2], -float("inf"))])
-    assert found["top_logprobs"] == [{"\ufffd": -9999.0}]
+    assert found["top_logprobs"] == [{"\ufffd": -9999.0, "a": -1.0}]
     for chat in (True, False):  # JSON has no infinity
         (found,) = tables(BYTES, ["a"], chat=chat, own=-float("inf"))
         assert (found["content"][0]["logprob"] if chat else found["token_logprobs"][0]) == -9999.0
@@ -83,6 +83,6 @@ def test_a_word_has_its_space_but_at_the_beginning_of_a_text(chunks: int) -> Non
     assert [place for part in found for place in part["text_offset"]] == [0, 5, 11]
     (found,) = tables(WORDS, text, [("\u2581world", -1.0)], prompt=["!"])
     assert found["tokens"] == [" Hello", " world", "!"] and found["text_offset"] == [0, 6, 12]
-    assert found["top_logprobs"] == [{" world": -1.0}] * 3
+    assert found["top_logprobs"] == [{" world": -1.0, **own} for own in ({" Hello": -1.0}, {}, {"!": -1.0})]
     (found,) = tables(WORDS, text, chat=True)
     assert b"".join(bytes(one["bytes"]) for one in found["content"]) == b"Hello world!"

@@ -102,7 +102,8 @@ class Completion(Answer):
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return event({**self._head(kind), "choices": choices, **more})
+        usage = {"usage": None} if self.with_usage else {}  # as OpenAI's chunks have it before the last
+        return event({**self._head(kind), "choices": choices, **usage, **more})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -36,6 +36,7 @@ class LogprobTables:
                 text, _ = self._spell(token, spelling)
                 likeliest[text] = max(value, likeliest.get(text, LEAST))
             tokens.append(self._spell(one.token, spelling)[0])
+            likeliest.setdefault(tokens[-1], max(one.logprob, LEAST))  # OpenAI's have the token in any case
             tops.append(likeliest)
             starts.append(spelling.characters)
             spelling.add(one.token)
