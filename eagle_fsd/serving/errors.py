@@ -144,7 +144,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     param = ".".join(map(str, place))
     match found["type"]:
         case "json_invalid":
-            reason = found.get("ctx", {}).get("error", "")
+            reason = f"{found.get('ctx', {}).get('error', '')} at character {param}"
             return ApiError(400, f"the body is not JSON ({reason}): send one JSON object", "invalid_json")
         case "extra_forbidden":
             message = f"{param} is not a field of this request: leave it out"

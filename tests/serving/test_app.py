@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -414,6 +415,20 @@ def test_a_malformed_body_is_refused(client: TestClient, body: bytes) -> None:
     error = error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
     asked = body.startswith(b'{"')  # for something, so that a field is wrong
     assert error["code"] == ("invalid_value" if asked else "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"prompt": "café"}'.encode("latin-1"), "the body is not UTF-8 at byte 15: send it as UTF-8"),
+        (b"{'prompt': 1}", r"the body is not JSON \(.+ at character 1\): send one JSON object"),
+    ],
+)
+def test_a_body_that_cannot_be_read_says_where(client: TestClient, body: bytes, message: str) -> None:
+    """Some programs send Latin-1, and some shells keep single quotes."""
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = error_of(answer, 400)
+    assert re.fullmatch(message, error["message"]) and error["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ class NotFinite:
 
 
 def read_json(body: bytes) -> Any:
-    """Return what a body holds. Raises ValueError for what is no JSON, and ApiError for a NotFinite."""
+    """Return what a body holds.
+
+    Raises ValueError for what is no JSON, and ApiError for what is no Unicode text or has a NotFinite.
+    """
     wrong: list[NotFinite] = []
 
     def note(text: str) -> NotFinite:
@@ -36,8 +39,12 @@ def read_json(body: bytes) -> Any:
         value = float(text)
         return value if math.isfinite(value) else note(text)
 
-    with without_collector():  # it would look at very many parts again and again
-        found = json.loads(body, parse_constant=note, parse_float=number)
+    try:
+        with without_collector():  # it would look at very many parts again and again
+            found = json.loads(body, parse_constant=note, parse_float=number)
+    except UnicodeDecodeError as error:
+        message = f"the body is not {error.encoding.upper()} at byte {error.start}: send it as UTF-8"
+        raise ApiError(400, message, code="invalid_json") from error
     if wrong:
         raise of_number(wrong[0], place_of(wrong[0], found))
     return found
