@@ -148,6 +148,24 @@ def test_a_key_that_nobody_can_send_does_not_open_the_server(
 
 
 @pytest.mark.parametrize(
+    "origin", ["*", "null", "http://there", "https://a.example:8443", "chrome-extension://abc"]
+)
+@pytest.mark.parametrize("wrong", ["", "{}/", "{}/page", "a.example", "http://", "{} http://b"])
+def test_origins_that_no_browser_sends_are_refused(origin: str, wrong: str) -> None:
+    parse, other = serve.build_parser().parse_args, wrong.format(origin)
+    serve.check_arguments(parse(["--cors-origin", origin]))
+    with pytest.raises(ValueError, match=r"^--cors-origin is '.*': it must be .* correct it$"):
+        serve.check_arguments(parse(["--cors-origin", origin, "--cors-origin", other]))
+
+
+def test_a_cost_without_a_price_is_refused() -> None:
+    parse = serve.build_parser().parse_args
+    serve.check_arguments(parse(["--threshold", "auto", "--cost", "kl"]))
+    with pytest.raises(ValueError, match="^--cost is kl without a --price above 0: it would have no effect"):
+        serve.check_arguments(parse(["--threshold", "0.3", "--cost", "kl"]))
+
+
+@pytest.mark.parametrize(
     ("key", "host"), [(None, "127.0.0.1"), ("secret", "127.0.0.1"), (None, "127.1"), (None, "Localhost")]
 )
 def test_the_program_serves_until_it_is_told_to_end(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from eagle_fsd.cli.flags.parser import add_prefix_flag, check_prefix_flag
 from eagle_fsd.core.checks import require_integer, require_number
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null|\*")  # as browsers send it; null: a page from a file
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +86,12 @@ def check_server_flags(args: argparse.Namespace) -> None:
     if args.cache_tokens is not None:  # a request that sets no limit must fit
         remedy = "drop it for no limit, or lower --max-new-tokens"
         require_integer("--cache-tokens", args.cache_tokens, args.max_new_tokens + 1, remedy)
+    for origin in args.cors_origin:
+        if ORIGIN.fullmatch(origin) is None:
+            raise ValueError(
+                f"--cors-origin is {origin!r}: it must be the scheme and the host of pages, such as "
+                "https://example.com, without a path, or *; correct it"
+            )
     api_key(args)
 
 
