@@ -133,6 +133,12 @@ class Chat:
             options, observer=origins if self.coloured else None, tree=tree, prompt_cache=self.kept
         )
         input_ids = encode_chat(self.model.tokenizer, turns, args.chat_template_args)
+        length, most = input_ids.shape[1], self.model.target.max_positions - 1
+        if length > most:
+            raise ValueError(
+                f"the chat has {length} tokens with this message: at most {most} are read; shorten the "
+                "message, or forget the chat with /reset"
+            )
         written = StreamedText(self.model.tokenizer, options.stops)
         answer: Answer | None = None
         try:

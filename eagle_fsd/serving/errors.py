@@ -154,6 +154,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         case "missing":
             return ApiError(400, f"{param} is missing: add it", "missing_field", param)
     reason = OF_PYTHON.sub("a JSON object", found["msg"].removeprefix("Value error, "))
+    reason = reason.partition(" after validation, not ")[0]  # the value shows how many there are
     if not place and found["type"] == "value_error":
         return wrong_value(reason, reason.split()[0])
     if not place:

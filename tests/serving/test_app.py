@@ -447,6 +447,15 @@ def test_half_a_character_is_refused_where_it_stands(
     assert error_of(client.post(url, content=json.dumps(asked), headers=headers), 400)["param"] == param
 
 
+def test_a_list_of_the_wrong_length_is_told_in_plain_words(client: TestClient) -> None:
+    assert (
+        error_of(post(client, messages=[]), 400)["message"]
+        == "messages is []: List should have at least 1 item"
+    )
+    message = error_of(post(client, stop=["x"] * 17), 400)["message"]
+    assert message.endswith("List should have at most 16 items")
+
+
 def test_a_form_is_no_request(client: TestClient) -> None:
     """A web page may send a plain form anywhere without asking; JSON it may not."""
     body = json.dumps({"messages": CHAT})
