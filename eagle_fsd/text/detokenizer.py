@@ -19,8 +19,8 @@ class Detokenizer:
 
     A token may hold half a character, and in some vocabularies its space depends on the token before it. So a
     new token is decoded together with those just before it, and held back while the text ends in half a
-    character. A long run of bytes that are no characters is shown as it grows, where a vocabulary is of bytes.
-    `context` are ids that the text continues; they are not returned.
+    character. Where a vocabulary is of bytes, a long run of those that are no characters is shown as it
+    grows. `context` are ids that the text continues; they are not returned.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
