@@ -158,6 +158,15 @@ def test_origins_that_no_browser_sends_are_refused(origin: str, wrong: str) -> N
         serve.check_arguments(parse(["--cors-origin", origin, "--cors-origin", other]))
 
 
+def test_an_empty_host_does_not_open_the_server() -> None:
+    parse = serve.build_parser().parse_args
+    for host in ("", " "):
+        with pytest.raises(
+            ValueError, match=f"^--host is '{host}': it would mean all addresses; say 0.0.0.0"
+        ):
+            serve.check_arguments(parse(["--host", host]))
+
+
 def test_a_cost_without_a_price_is_refused() -> None:
     parse = serve.build_parser().parse_args
     serve.check_arguments(parse(["--threshold", "auto", "--cost", "kl"]))

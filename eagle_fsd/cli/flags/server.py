@@ -75,6 +75,10 @@ def check_server_flags(args: argparse.Namespace) -> None:
     for flag, form in (("--json-schema", args.json_schema), ("--regex", args.regex)):
         if form is not None:
             raise ValueError(f"{flag} is given: every request names its own response_format; drop the flag")
+    if not args.host.strip():  # which an unset variable of a shell leaves
+        raise ValueError(
+            f"--host is {args.host!r}: it would mean all addresses; say 0.0.0.0 for that, or drop it"
+        )
     require_integer("--port", args.port, 0, "8000 is usual", 65535)
     require_integer("--max-rows", args.max_rows, 1, "8 suits a CPU")
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
