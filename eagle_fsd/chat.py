@@ -35,7 +35,7 @@ from eagle_fsd.cli.mistakes import (
     run_on_stdout,
 )
 from eagle_fsd.cli.ranks import on_every_rank
-from eagle_fsd.cli.start import begin_early, load_model, measure_later
+from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
 from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
 from eagle_fsd.core.config import AutoThreshold, TreeConfig
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with on_ending_signals(leave):  # what the head has learned is saved
             return run_on_stdout(work, parser.prog, args.verbose)
     finally:
-        HEAD_START.end()
+        end_program()
 
 
 if __name__ == "__main__":

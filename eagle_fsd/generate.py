@@ -36,7 +36,7 @@ from eagle_fsd.cli.mistakes import (
 )
 from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_arguments
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.cli.start import begin_early, load_model, measure_later
+from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
 from eagle_fsd.core.checks import (
     EXIT_INTERRUPTED,
     defer_interrupt,
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 keeping.enter_context(on_ending_signals(signal.default_int_handler))
             return run_on_stdout(work, parser.prog, args.verbose)
     finally:
-        HEAD_START.end()
+        end_program()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from eagle_fsd.cli.flags.processing import with_bad_words
 from eagle_fsd.cli.flags.server import KEY_VARIABLE, add_server_flags, api_key, check_server_flags
 from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
-from eagle_fsd.cli.start import begin_early, load_model, measure_later
+from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
 from eagle_fsd.core.checks import EXIT_INTERRUPTED, tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        HEAD_START.end()
+        end_program()
 
 
 if __name__ == "__main__":

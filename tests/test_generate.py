@@ -722,6 +722,7 @@ MISTAKES = {
     "half of two flags": (["--top=3", "x"], "arguments: --top; did you mean --top-k or --top-p? ("),
     "mistyped flag": (["--max-tokens", "5", "x"], "--max-tokens; did you mean --max-new-tokens? ("),
     "flag like no other": (["--zzz", "x"], "error: unrecognized arguments: --zzz (--help lists the flags)"),
+    "alike in dashes": (["--foo", "x"], "error: unrecognized arguments: --foo (--help lists the flags)"),
     "prompt without quotes": (
         ["Name", "three", "rivers"],
         "error: unrecognized arguments: three rivers; put the prompt in quotes (--help lists the flags)",

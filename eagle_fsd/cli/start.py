@@ -1,10 +1,12 @@
-"""A program's start: graphs compile while torch is imported, and the engine that the flags name is loaded."""
+"""A program's start and end: graphs compile while torch is imported, and the flags' engine is loaded."""
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
+import signal
 import warnings
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ OF_GRAPHS = (
 def begin_early(args: argparse.Namespace) -> None:
     """Let OpenVINO compile what it compiled at the last start with these flags, while torch is imported.
 
-    HEAD_START.end must follow, once the graphs are in use or nothing will use them.
+    end_program must follow. HEAD_START.end may come earlier, once the graphs are in use.
     """
     if args.runtime != "torch" and args.tp_plan is None and args.device_map is None:
         HEAD_START.begin({name: getattr(args, name) for name in OF_GRAPHS})
@@ -63,3 +65,17 @@ def measure_later(options: GenerationOptions) -> GenerationOptions:
     """Return the options of a text that does not wait till its tree is measured, see AutoTree.later."""
     tree = options.tree
     return replace(options, tree=replace(tree, later=True)) if isinstance(tree, AutoTree) else options
+
+
+def end_program() -> None:
+    """Drop what nothing will use any more, and let Ctrl-C end the interpreter's own end at once.
+
+    That end takes a while, and an interrupt in it would show a traceback.
+    """
+    atexit.register(interrupt_at_once)
+    HEAD_START.end()
+
+
+def interrupt_at_once() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

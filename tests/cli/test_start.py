@@ -1,8 +1,11 @@
-"""What the programs do while a model is loaded."""
+"""What the programs do while a model is loaded, and at their end."""
 
 from __future__ import annotations
 
 import gc
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -31,3 +34,18 @@ def test_it_rests_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *args, **kwargs: found.append(gc.isenabled()))
     load_model(build_parser().parse_args(["Hello"]))
     assert found == [False] and gc.isenabled()
+
+
+@pytest.mark.parametrize("program", ["chat", "generate", "serve"])
+def test_ctrl_c_in_the_interpreters_own_end_shows_no_traceback(program: str) -> None:
+    """As a second one comes that is pressed behind an answer."""
+    script = (
+        "import atexit, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(signal.raise_signal, signal.SIGINT)\n"  # later than what is registered after it
+        f"from eagle_fsd.{program} import main\n"
+        "sys.exit(main(['--total-tokens', '0']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.count("\n") == 1 and ": error: " in done.stderr

@@ -75,7 +75,8 @@ class OneLineParser(argparse.ArgumentParser):
 def nearest(flag: str, known: Sequence[str]) -> list[str]:
     """Return the flags that a wrong one may stand for: those that it begins, else the one most like it."""
     begun = [name for name in known if name.startswith(flag) and flag.startswith("--") and flag != "--"]
-    return begun[:3] or get_close_matches(flag, known, 1)
+    words = {name.lstrip("-"): name for name in known}  # else all would be alike in their dashes
+    return begun[:3] or [words[word] for word in get_close_matches(flag.lstrip("-"), words, 1)]
 
 
 def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
