@@ -35,7 +35,7 @@ from eagle_fsd.cli.mistakes import (
     run_on_stdout,
 )
 from eagle_fsd.cli.ranks import on_every_rank
-from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
+from eagle_fsd.cli.start import begin_early, end_program, interrupt_at_once, load_model, measure_later
 from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
 from eagle_fsd.core.config import AutoThreshold, TreeConfig
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
@@ -255,6 +255,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     finally:
         with raise_user_errors():
             save_adapted(args, adapter)
+        interrupt_at_once()
     return 0
 
 

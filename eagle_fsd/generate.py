@@ -36,7 +36,7 @@ from eagle_fsd.cli.mistakes import (
 )
 from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_arguments
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
+from eagle_fsd.cli.start import begin_early, end_program, interrupt_at_once, load_model, measure_later
 from eagle_fsd.core.checks import (
     EXIT_INTERRUPTED,
     defer_interrupt,
@@ -171,6 +171,7 @@ def run(args: Namespace, out: TextIO) -> int:
     finally:
         with raise_user_errors():
             save_adapted(args, adapter)
+        interrupt_at_once()
 
 
 def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> list[Tensor]:

@@ -289,6 +289,19 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert json.loads(saved.read_text()) == {"messages": turns}
 
 
+@pytest.mark.usefixtures("interrupts_arrive")
+def test_ctrl_c_while_the_model_is_freed_does_not_wait_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[object] = []
+
+    def end(complete: bool = False) -> None:
+        handlers.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr(chat.HEAD_START, "end", end)
+    before = signal.getsignal(signal.SIGINT)
+    assert say(monkeypatch, "Hi\n") == 0
+    assert handlers == [before, signal.SIG_DFL] and signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.usefixtures("interrupts_arrive")
 def test_ctrl_c_while_the_tree_is_measured_does_not_end_the_chat(

@@ -67,15 +67,18 @@ def measure_later(options: GenerationOptions) -> GenerationOptions:
     return replace(options, tree=replace(tree, later=True)) if isinstance(tree, AutoTree) else options
 
 
-def end_program() -> None:
-    """Drop what nothing will use any more, and let Ctrl-C end the interpreter's own end at once.
-
-    That end takes a while, and an interrupt in it would show a traceback.
-    """
-    atexit.register(interrupt_at_once)
-    HEAD_START.end()
-
-
 def interrupt_at_once() -> None:
+    """Let Ctrl-C end the process at once, with nothing more to keep.
+
+    Freeing a model takes a while, as does the interpreter's own end: an interrupt in it shows a traceback.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def end_program() -> None:
+    """Drop what nothing will use any more. Ctrl-C is the caller's again, up to the interpreter's end."""
+    atexit.register(interrupt_at_once)
+    HEAD_START.end()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
