@@ -515,6 +515,15 @@ def test_a_file_may_be_named_in_quotes(tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / name).is_file()
 
 
+def test_a_saved_chat_can_be_read_in_any_script(tmp_path: Path) -> None:
+    conversation = Conversation(chat.build_parser().parse_args([]), [])
+    conversation.turns = [turn("user", "\u05e9\u05dc\u05d5\u05dd, caf\u00e9 \U0001f600")]
+    conversation.command(f"/save {tmp_path / 'chat.json'}")
+    text = (tmp_path / "chat.json").read_text(encoding="utf-8")
+    assert conversation.turns[0]["content"] in text
+    assert json.loads(text) == {"messages": conversation.turns}
+
+
 def test_a_rule_that_the_drafts_cannot_serve_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

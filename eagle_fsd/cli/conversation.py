@@ -122,7 +122,8 @@ class Conversation:
             path = Path(name).expanduser().resolve()  # a link stays, and what it points at is written
             if path.exists() and not path.is_file():
                 raise ValueError(f"{name}: is no file; name another one")
-            write_atomically(path, json.dumps({"messages": self.turns}, indent=1) + "\n")
+            said = json.dumps({"messages": self.turns}, indent=1, ensure_ascii=False)  # to be read by people
+            write_atomically(path, f"{said}\n")
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user, or links in a circle
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{name}: cannot be written ({reason}); name another file") from error
