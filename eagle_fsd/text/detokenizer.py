@@ -44,6 +44,11 @@ class Detokenizer:
         return self._pending().rstrip(UNFINISHED)
 
     @property
+    def waits(self) -> bool:
+        """Whether tokens are held back."""
+        return len(self.ids) > self.shown
+
+    @property
     def begins(self) -> bool:
         """Whether no text comes before the next token, so that its first space may be left out."""
         return not self._decode(self.ids[self.start :])

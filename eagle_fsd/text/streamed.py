@@ -58,9 +58,8 @@ class StreamedText:
                 self.stopped = True
                 break
             self._origin = origin = origins[place] if origins else ""
-            text = self._detokenizer.add([token])
-            shown += self._take(Piece(text, origin))
-            if not text and self.stops:
+            shown += self._take(Piece(self._detokenizer.add([token]), origin))
+            if self.stops and not self.stopped and self._detokenizer.waits:
                 shown += self._take(Piece(self._detokenizer.whole_characters(), origin), waits=True)
         return merged(shown)
 

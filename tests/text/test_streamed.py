@@ -13,6 +13,7 @@ from eagle_fsd.text.spelling import ALPHABET
 from eagle_fsd.text.streamed import Piece, StreamedText, merged, special_tokens
 
 TOKENIZER = tiny_tokenizer()
+WRITTEN = {byte: letter for letter, byte in ALPHABET.items()}  # as a vocabulary of bytes has them
 
 
 def ids_of(text: str) -> list[int]:
@@ -105,6 +106,16 @@ def test_a_token_that_ends_in_half_a_character_may_complete_a_stop_string() -> N
         assert merged(shown) == [Piece(text)], stops
 
 
+def test_a_stop_string_may_stand_among_bytes_that_are_no_characters() -> None:
+    """It ends the text at its own token, also where some of what was held back is shown at that one."""
+    tokenizer = decoding_tokenizer([WRITTEN[0xFF], f"END{WRITTEN[0xFF]}"], decoders.ByteLevel())
+    wrong, end = tokenizer.convert_tokens_to_ids([WRITTEN[0xFF], f"END{WRITTEN[0xFF]}"])
+    for count in range(40):
+        written = StreamedText(tokenizer, ["END"])
+        written.add([*[wrong] * count, end, wrong])
+        assert written.stopped and (written.text, written.tokens) == ("\ufffd" * count, count + 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_bytes_that_are_no_characters_do_not_wait_for_the_last_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -113,8 +124,7 @@ def test_bytes_that_are_no_characters_do_not_wait_for_the_last_one(
     draw, smile = random.Random(seed), "\U0001f600".encode()
     pieces = [bytes([byte]) for byte in (0x80, 0x91, 0xC3, 0xE2, 0xF0, 0xFF)]
     pieces += [smile[:2], smile[2:], smile[:3], smile[3:], smile[3:] + smile[:1], "é".encode()]
-    written_as = {byte: letter for letter, byte in ALPHABET.items()}
-    words = ["".join(written_as[byte] for byte in piece) for piece in pieces]
+    words = ["".join(WRITTEN[byte] for byte in piece) for piece in pieces]
     tokenizer = decoding_tokenizer(words, decoders.ByteLevel())
     some = draw.sample(words, draw.choice([1, 2, 3, len(words)]))
     ids = [*draw.choices(tokenizer.convert_tokens_to_ids(some), k=300)]
