@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.arguments import check_early
-from eagle_fsd.cli.conversation import HELP, Conversation, Dropped, Exit, as_utf8, read_messages
+from eagle_fsd.cli.conversation import HELP, Again, Conversation, Dropped, Exit, as_utf8, read_messages
 from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import (
     add_generation_flags,
@@ -37,7 +37,7 @@ from eagle_fsd.cli.mistakes import (
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.cli.start import begin_early, end_program, interrupt_at_once, load_model, measure_later
 from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
-from eagle_fsd.core.config import AutoThreshold, TreeConfig
+from eagle_fsd.core.config import AutoThreshold, SamplingConfig, TreeConfig
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
@@ -93,42 +93,50 @@ class Chat:
         self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
         self.adapter = adapter
         self.kept = PromptCache(conversation.args.prefix_tokens)
-        # Settled with the first answers: with a quality budget, and without.
-        self.trees: dict[bool, TreeConfig] = {}
+        # Settled with the first answers: with a quality budget or without, at each sampling.
+        self.trees: dict[tuple[bool, SamplingConfig], TreeConfig] = {}
         ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
-        self.check_rule(conversation.options)
-        conversation.check = self.check_rule
+        self.settled(conversation.options)
+        conversation.check = self.settled
 
-    def check_rule(self, options: GenerationOptions) -> None:
-        """Raise ValueError for a rule that does not go with the drafts, or a budget without a calibration."""
+    def settled(self, options: GenerationOptions) -> GenerationOptions:
+        """Return options with what the target has of its own.
+
+        Raises ValueError for a rule that does not go with the drafts, or a budget without a calibration.
+        """
         from eagle_fsd.decoding.options import settle_options
 
         settler, rule = self.model.settler, options.rule
+        settled = settle_options(options, {}, self.model.target)
         if not isinstance(rule, AutoThreshold):
             settler.require_rule(rule)
-            return
-        settled = settle_options(options, {}, self.model.target)
-        tree = self.trees.get(True, settled.tree)
+            return settled
+        tree = self.trees.get((True, settled.sampling), settled.tree)
         settler.within_budget(rule, settled.sampling, tree if isinstance(tree, TreeConfig) else None)
+        return settled
 
-    def answer(self, message: str) -> None:
+    def answer(self, message: str, before: list[dict[str, str]] | None = None) -> None:
         """Answer a message and add both to the conversation. Ctrl-C ends the answer after the step in hand.
 
-        A second Ctrl-C does not wait for the step. Raises ValueError if the chat cannot be answered, and
-        KeyboardInterrupt if none of the answer is there; the chat is then as it was before.
+        A second Ctrl-C does not wait for the step. before: the turns that it follows; None: all so far.
+        Raises ValueError if the chat cannot be answered, and KeyboardInterrupt if none of the answer is
+        there; the chat is then as it was before.
         """
+        from eagle_fsd.decoding.options import settle_options
         from eagle_fsd.decoding.steps.origins import TokenOrigins
         from eagle_fsd.text.chat import encode_chat
         from eagle_fsd.text.streamed import StreamedText
 
-        turns = [*self.conversation.turns, {"role": "user", "content": message}]
+        before = self.conversation.turns if before is None else before
+        turns = [*before, {"role": "user", "content": message}]
         origins = TokenOrigins()
         args = self.conversation.args
         options = with_bad_words(self.conversation.options, args, self.model)
         options = replace(options, seed=[(self.seed, self.number)])
-        by_budget = isinstance(options.rule, AutoThreshold)
+        sampling = settle_options(options, {}, self.model.target).sampling
+        setting = isinstance(options.rule, AutoThreshold), sampling
         options = measure_later(options)
-        tree = self.trees.get(by_budget, options.tree)
+        tree = self.trees.get(setting, options.tree)
         options = replace(
             options, observer=origins if self.coloured else None, tree=tree, prompt_cache=self.kept
         )
@@ -144,7 +152,7 @@ class Chat:
         try:
             with defer_interrupt() as stop, end_line(self.out, lambda: bool(answer and answer.token_ids)):
                 stream = self.model.stream(input_ids, options=options)
-                self.trees[by_budget] = stream.tree
+                self.trees[setting] = stream.tree
                 answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)
                 answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
                 with contextlib.closing(iter(stream)) as steps:
@@ -170,6 +178,12 @@ class Chat:
                 self.adapter, _ = update_between(self.adapter)
         if not answer.interrupted and self.model.settler.measure_postponed():
             self.trees.clear()  # the next answer has the one that was chosen
+
+    def obey(self, command: str) -> None:
+        try:
+            tell(self.conversation.command(command))
+        except Again as again:
+            self.answer(again.message, again.before)
 
     def show(self, pieces: Sequence[tuple[str, str]]) -> None:
         for text, origin in pieces:
@@ -202,10 +216,10 @@ class Chat:
         for message, pasted in read_messages(self.read_line):
             try:
                 text = as_utf8("the message", message)
-                if text.startswith("/") and not pasted:
-                    tell(self.conversation.command(text))
-                else:
-                    with explain_lack_of_memory():
+                with explain_lack_of_memory():
+                    if text.startswith("/") and not pasted:
+                        self.obey(text)
+                    else:
                         self.answer(text)
             except Exit:
                 return

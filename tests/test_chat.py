@@ -138,7 +138,6 @@ def test_the_threshold_and_the_seed_change_what_follows(
         "threshold 0.4: larger is faster",
         "threshold is -1.0: it must be a number at least 0",
         "threshold is 'x': it must be a number of at least 0, or auto",
-        "threshold is '': it must be",
         "/what is no command: /help lists them",
         "/reset takes nothing, and 'now' follows it",
         "/save needs the name of a file",
@@ -441,6 +440,98 @@ def test_ctrl_d_leaves_the_line_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_colours_are_for_terminals_that_show_them(variables: dict[str, str], coloured: bool) -> None:
     assert chat.shows_colours(variables) == coloured
+
+
+def test_a_message_is_answered_again_and_taken_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = [tmp_path / f"{name}.json" for name in "abc"]
+    lines = f"Hi\nYou\n/save {saved[0]}\n/threshold 0.4\n/again\n/save {saved[1]}\n/undo\n/save {saved[2]}\n"
+    assert say(monkeypatch, lines + "/undo\n/undo\n/again\nHi\n", "--temperature", "1", "--seed", "5") == 0
+    asked = {"max_new_tokens": 15, "temperature": 1.0}
+    first = turn("assistant", text_alone(chat_ids(), seed=[(5, 0)], **asked))
+    turns = [*CHAT, first, turn("user", "You")]
+    second = text_alone(chat_ids(turns), seed=[(5, 1)], **asked)
+    third = text_alone(chat_ids(turns), seed=[(5, 2)], rule=Fuzzy(0.4), **asked)
+    fourth = text_alone(chat_ids(), seed=[(5, 3)], rule=Fuzzy(0.4), **asked)
+    said, told = capsys.readouterr()
+    assert said == "".join(f"{text}\n" for text in (first["content"], second, third, fourth))
+    for file, messages in zip(
+        saved,
+        ([*turns, turn("assistant", second)], [*turns, turn("assistant", third)], turns[:2]),
+        strict=True,
+    ):
+        assert json.loads(file.read_text(encoding="utf-8")) == {"messages": messages}
+    assert "forgotten: You" in told and "forgotten: Hi" in told
+    assert told.count("there is no message yet: write one first") == 2
+
+
+def test_an_answer_that_fails_when_asked_again_leaves_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    conversation = Conversation(chat.build_parser().parse_args(FLAGS))
+    talk = chat.Chat(tiny_engine(), conversation, io.StringIO(), coloured=False)
+    talk.answer("Hi")
+    before = list(conversation.turns)
+    monkeypatch.setattr(talk.model, "stream", lambda *_, **__: (_ for _ in ()).throw(ValueError("no")))
+    with pytest.raises(ValueError, match=r"^no$"):
+        talk.obey("/again")
+    assert conversation.turns == before and len(before) == 2
+
+
+def test_a_saved_chat_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved, bad = tmp_path / "a chat.json", tmp_path / "bad.json"
+    assert say(monkeypatch, f"Hi\n/save {saved}\nYou\n") == 0
+    wanted = capsys.readouterr().out.splitlines()[-1]
+    files = [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("3", 'has no list "messages"'),
+        ('{"messages": [3]}', "turn 1 is no text of one of system, user, assistant"),
+        ('[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]', "turn 2 is no text"),
+        ('[{"role": "user", "content": [1]}]', "turn 1 is no text"),
+        ('[{"role": "user", "content": "\\ud800"}]', "turn 1 is not UTF-8 at character 0"),
+    ]
+    conversation = Conversation(chat.build_parser().parse_args(FLAGS))
+    conversation.turns = list(CHAT)
+    for text, words in files:
+        bad.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=re.escape(words)):
+            conversation.command(f"/load {bad}")
+    for line, words in ((f"/load {tmp_path}", "cannot be read"), ("/load", "/load needs the name of a file")):
+        with pytest.raises(ValueError, match=words):
+            conversation.command(line)
+    assert conversation.turns == CHAT
+    assert say(monkeypatch, f"/load '{saved}'\nYou\n") == 0
+    said, told = capsys.readouterr()
+    assert said.splitlines()[-1] == wanted and f"2 turns of {saved}; the chat goes on behind them" in told
+
+
+def test_a_temperature_changes_what_follows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "/temperature\nHi\n/reset\n/temperature 1.5\nHi\n/temperature -1\n/temperature x\n/temperature\n"
+    assert say(monkeypatch, lines + "/temperature 0\n", "--seed", "5", "--top-k", "9") == 0
+    said, told = capsys.readouterr()
+    warm = text_alone(chat_ids(), seed=[(5, 1)], max_new_tokens=15, temperature=1.5, top_k=9)
+    assert said == f"{text_alone(chat_ids(), max_new_tokens=15)}\n{warm}\n"
+    assert told.count("temperature 0: greedy") == 2
+    assert told.count("temperature 1.5: sampled with top-k 9") == 2
+    assert "temperature is -1.0: it must be" in told and "temperature is 'x': it must be" in told
+
+
+def test_what_holds_is_shown() -> None:
+    def shown(*flags: str) -> str:
+        return Conversation(chat.build_parser().parse_args(flags)).command("/threshold")
+
+    assert shown() == "threshold 0: exact" == shown("--threshold", "0")
+    assert shown("--threshold", "0.25") == "threshold 0.25: larger is faster and less exact"
+    assert shown("--quality-budget", "0.05") == "threshold auto: the calibrated rule of the budget 0.05"
+    assert shown("--rule", "typical") == "the rule is typical, with what the flags gave it"
+    sampled = Conversation(chat.build_parser().parse_args(["--temperature", "0.7", "--top-p", "0.9"]))
+    assert sampled.command("/temperature") == "temperature 0.7: sampled with top-p 0.9"
 
 
 def test_a_pasted_message_is_no_command(

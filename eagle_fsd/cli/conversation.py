@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.types import AUTO
+from eagle_fsd.core.checks import one_line, require_utf8
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.text.chat import system_turns
@@ -19,11 +20,17 @@ if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
 
 PASTE, END, CONTINUED = "/paste", "/end", "\\"
-BARE = ("/reset", "/help", "/exit", "/quit")  # commands that take nothing
+BARE = ("/again", "/undo", "/reset", "/help", "/exit", "/quit")  # commands that take nothing
+ROLES = ("system", "user", "assistant")
+SAVED = "name a file that /save wrote"
 HELP = """\
 /threshold T   from now on follow the draft where divergence(p, q) <= T; 0 is exact, auto uses the calibration
+/temperature X from now on sample at this temperature; 0 is greedy. Either of these two alone shows what holds
+/again         answer the last message anew, at another threshold, say
+/undo          forget the last message and its answer
 /reset         forget the chat so far
 /save FILE     write the chat to a file, as JSON
+/load FILE     go on with a chat of such a file
 /paste         take all lines as one message, up to a line /end
 /help          show this
 /exit          end the chat; so does Ctrl-D
@@ -34,6 +41,14 @@ class Exit(Exception):
     """The user wants to end the chat."""
 
 
+class Again(Exception):
+    """The user wants another answer to a message. before: the turns that it follows."""
+
+    def __init__(self, before: list[dict[str, str]], message: str) -> None:
+        super().__init__(message)
+        self.before, self.message = before, message
+
+
 class Dropped(Exception):
     """The user takes back a message of which there are lines already."""
 
@@ -42,13 +57,13 @@ class Dropped(Exception):
 class Conversation:
     """The turns so far, and the flags under which the next answer is made.
 
-    args: the command line's flags, which /threshold changes. turns: {"role", "content"} each. check: raises
-    ValueError for options that the models cannot follow.
+    args: the command line's flags, which commands change. turns: {"role", "content"} each. check: returns
+    options with what the target has of its own, or raises ValueError if the models cannot follow them.
     """
 
     args: argparse.Namespace
     turns: list[dict[str, str]] = field(default_factory=list)
-    check: Callable[[GenerationOptions], object] = field(default=lambda options: None)
+    check: Callable[[GenerationOptions], GenerationOptions] = field(default=lambda options: options)
 
     def __post_init__(self) -> None:
         self.budget = self.args.quality_budget  # a number takes its place, until auto asks for it again
@@ -65,14 +80,19 @@ class Conversation:
     def command(self, line: str) -> str:
         """Obey a line that begins with a slash and return what to tell the user.
 
-        Raises ValueError for a command that is unknown or cannot be obeyed, and Exit at the end.
+        Raises ValueError for a command that is unknown or cannot be obeyed, Again where another answer is
+        wanted, and Exit at the end.
         """
         name, *others = line.split(maxsplit=1)
         rest = others[0].strip() if others else ""
-        if name == "/threshold":
-            return self.set_threshold(rest)
-        if name == "/save":
-            return self.save(unquoted(rest))
+        takers = {
+            "/threshold": self.set_threshold,
+            "/temperature": self.set_temperature,
+            "/save": self.save,
+            "/load": self.load,
+        }
+        if name in takers:
+            return takers[name](rest)
         if name not in BARE:
             raise ValueError(
                 f"{name} is no command: /help lists them; begin with a space to say it to the model"
@@ -84,14 +104,45 @@ class Conversation:
             return "the chat is forgotten"
         if name == "/help":
             return HELP
+        if name == "/again":
+            raise Again(*self.last_message())
+        if name == "/undo":
+            self.turns, message = self.last_message()
+            return f"forgotten: {one_line(message, 60)}"
         raise Exit
+
+    def last_message(self) -> tuple[list[dict[str, str]], str]:
+        """Return the turns before the user's last message, and that message."""
+        for place in reversed(range(len(self.turns))):
+            if self.turns[place]["role"] == "user":
+                return self.turns[:place], self.turns[place]["content"]
+        raise ValueError("there is no message yet: write one first")
+
+    def set_temperature(self, text: str) -> str:
+        before = self.args.temperature
+        try:
+            if text:
+                self.args.temperature = float(text)
+            sampling = self.check(self.options).sampling
+        except ValueError as error:
+            self.args.temperature = before
+            if "could not convert" in str(error):
+                raise ValueError(
+                    f"temperature is {text!r}: it must be a number of at least 0; 0 is greedy"
+                ) from error
+            raise ValueError(str(error).removeprefix("--")) from error
+        if sampling.greedy:
+            return "temperature 0: greedy"
+        cuts = {"top-k": sampling.top_k or None, "top-p": sampling.top_p if sampling.top_p < 1 else None}
+        kept = ", ".join(f"{name} {value:g}" for name, value in cuts.items() if value is not None)
+        return f"temperature {sampling.temperature:g}: sampled" + (f" with {kept}" if kept else "")
 
     def set_threshold(self, text: str) -> str:
         before = self.args.threshold, self.args.quality_budget
         try:
             if text == AUTO:
                 self.args.threshold, self.args.quality_budget = AUTO, self.budget
-            else:  # it takes a budget's place
+            elif text:  # it takes a budget's place
                 self.args.threshold, self.args.quality_budget = float(text), None
             if text == AUTO and self.args.adapt:
                 raise ValueError(
@@ -101,21 +152,36 @@ class Conversation:
             self.check(options)
         except ValueError as error:
             self.args.threshold, self.args.quality_budget = before
-            if not text or "could not convert" in str(error):
+            if "could not convert" in str(error):
                 raise ValueError(
                     f"threshold is {text!r}: it must be a number of at least 0, or auto"
                 ) from error
             raise ValueError(str(error).removeprefix("--")) from error  # it came by the command, no flag
         means = "larger is faster and less exact"
+        if self.args.threshold is None and self.args.rule != "fuzzy":
+            return f"the rule is {self.args.rule}, with what the flags gave it"
         if isinstance(options.rule, AutoThreshold):
-            means = f"the calibrated rule of the budget {options.rule.quality_budget:g}"
-        elif self.args.threshold == 0:
-            means = "exact"
+            text, means = AUTO, f"the calibrated rule of the budget {options.rule.quality_budget:g}"
+        elif not self.args.threshold:
+            text, means = "0", "exact"
         elif self.args.cost is not None and not self.args.price:  # a chat that began with auto
             means += f"; --cost {self.args.cost} has no effect on it without a --price"
-        return f"threshold {text}: {means}"
+        return f"threshold {text or format(self.args.threshold, 'g')}: {means}"
+
+    def load(self, name: str) -> str:
+        name = unquoted(name)
+        if not name:
+            raise ValueError("/load needs the name of a file: /load chat.json")
+        try:
+            text = Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{name}: cannot be read ({reason}); name another file") from error
+        self.turns = turns_in(name, text)
+        return f"{len(self.turns)} turns of {name}; the chat goes on behind them"
 
     def save(self, name: str) -> str:
+        name = unquoted(name)
         if not name:
             raise ValueError("/save needs the name of a file: /save chat.json")
         try:
@@ -128,6 +194,26 @@ class Conversation:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{name}: cannot be written ({reason}); name another file") from error
         return f"{len(self.turns)} turns are in {name}"
+
+
+def turns_in(name: str, text: str) -> list[dict[str, str]]:
+    """Return the turns of a saved chat. Raises ValueError for what is no chat of texts. name: of the file."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: is no JSON ({one_line(error, 80)}); {SAVED}") from error
+    turns = read.get("messages") if isinstance(read, dict) else read
+    if not isinstance(turns, list):
+        raise ValueError(f'{name}: has no list "messages"; {SAVED}')
+    found = []
+    for number, turn in enumerate(turns, 1):
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            roles = ", ".join(ROLES)
+            raise ValueError(f"{name}: turn {number} is no text of one of {roles}; {SAVED}")
+        require_utf8(f"{name}: turn {number}", content)
+        found.append({"role": role, "content": content})
+    return found
 
 
 def unquoted(name: str) -> str:
