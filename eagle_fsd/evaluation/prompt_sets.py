@@ -23,8 +23,15 @@ GREEDY = SamplingConfig()
 
 
 def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]:
-    """Read at most `limit` prompts of a file after the first `skip`. Raises ValueError where none is left."""
-    return taken(read_prompts(path), path, skip, limit)
+    """Read at most `limit` prompts of a file after the first `skip`.
+
+    Raises ValueError where none is left, and for a prompt without a word: its answer would count like others.
+    """
+    prompts = taken(read_prompts(path), path, skip, limit)
+    for number, prompt in enumerate(prompts, skip + 1):
+        if not prompt.strip():
+            raise ValueError(f"{path}: prompt {number} is empty: each must be a text; delete it")
+    return prompts
 
 
 def set_name(path: Path) -> str:
