@@ -7,11 +7,13 @@ program that goes on with the file drops it first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.files.atomic import sole
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import read_jsonl
 
@@ -107,6 +109,11 @@ def require(name: str, value: Any, kind: Any) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of an earlier run, none where there is no file; see `read_jsonl`."""
     return [row for _, row in read_jsonl(path, torn=True)] if path.exists() else []
+
+
+def sole_writer(output: Path) -> AbstractContextManager[None]:
+    """Keep other runs out of a file of rows. Raises ValueError if one is at work on it."""
+    return sole(output.with_name(f".{output.name}.lock"), output, "write each row twice")
 
 
 def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:

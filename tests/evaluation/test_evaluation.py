@@ -31,7 +31,7 @@ from eagle_fsd.evaluation.cli import (
 from eagle_fsd.evaluation.commands import greedy, tau
 from eagle_fsd.evaluation.commands.greedy import reference
 from eagle_fsd.evaluation.prompt_sets import batches, set_name
-from eagle_fsd.evaluation.rows import read_rows
+from eagle_fsd.evaluation.rows import read_rows, sole_writer
 from eagle_fsd.hub import save_head
 from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.target.model import TargetModel
@@ -183,6 +183,10 @@ def test_prompts_are_chats_of_first_turns(tmp_path: Path) -> None:
         ValueError, match=r"gone.jsonl: cannot be read \(No such file or directory\); name a JSONL file"
     ):
         ids(tmp_path / "gone.jsonl")
+    path.write_text('{"prompt": "a"}\n{"prompt": " \\n"}\n')
+    assert ids(path, limit=1) == [[1, 97, 2]]
+    with pytest.raises(ValueError, match=r"prompts_few.jsonl: prompt 2 is empty: each must be a text; del"):
+        ids(path, skip=1)
     path.write_text('{"turns": ["ab"]}\n{"text": "c"}\n')
     with pytest.raises(ValueError, match=r"prompts_few.jsonl:2: has no prompt"):
         ids(path)
@@ -247,6 +251,37 @@ def test_a_place_that_cannot_be_written_is_named_before_any_model_is_loaded(
         runpy.run_path(str(ROOT / "eval" / f"{name}.py"), run_name="__main__")
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"--output names {output}, where nothing can be written" in last
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("measure_tau", "rows.jsonl"),
+        ("sweep", "rows.jsonl"),
+        ("speed", "out/rows.jsonl"),
+        ("calibrate", "out/calibration.json"),
+    ],
+)
+def test_two_runs_do_not_write_into_one_output(
+    name: str,
+    file: str,
+    engine: EagleFSD,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(engine, "tokenizer", CharTokenizer())
+    monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: engine)
+    prompts, output = tmp_path / "prompts_one.jsonl", tmp_path / file.split("/")[0]
+    prompts.write_text('{"prompt": "Hello"}\n')
+    given = ["--prompts", str(prompts), "--output", str(output), "--max-new-tokens", "2", "--tree", "4/2/2"]
+    given += ["--methods", "plain"] if name == "speed" else []
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *given])
+    with sole_writer(tmp_path / file), pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "eval" / f"{name}.py"), run_name="__main__")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path / file} is in use: two runs would write each row twice; wait for" in last
+    assert [path for path in (tmp_path / file).parent.glob("[!.]*") if path != prompts] == []
 
 
 def test_the_scripts_end_to_end(

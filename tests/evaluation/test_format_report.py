@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.measure.memory import memory
+from eagle_fsd.evaluation.rows import sole_writer
 from eagle_fsd.evaluation.weight_formats import command as script
 from eagle_fsd.evaluation.weight_formats import passes
 from eagle_fsd.evaluation.weight_formats.command import format_table
@@ -187,6 +188,12 @@ def test_rows_and_the_table(world: World, capsys: pytest.CaptureFixture[str]) ->
     tau = sum(row["new_tokens"] for row in halves) / sum(row["steps"] for row in halves)
     assert f"| {tau:.2f} |" in lines[3]
     assert lines[-1].startswith("3 prompts, 36 places, tree 6/3/2; ")
+
+
+def test_two_runs_do_not_write_into_one_output(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with sole_writer(world.rows), pytest.raises(SystemExit, match="2"):
+        world.run()
+    assert "rows.jsonl is in use" in capsys.readouterr().err and not world.loaded
 
 
 def test_a_run_that_was_stopped_goes_on(world: World) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("prometheus_client", reason='this needs an extra: pip instal
 from support.serving import running, settings
 from support.tiny_engine import tiny_engine
 
+from eagle_fsd.evaluation.rows import sole_writer
 from eagle_fsd.evaluation.serving import peers as server_peers
 from eagle_fsd.evaluation.serving import race_command
 from eagle_fsd.evaluation.serving.client import Client
@@ -136,6 +137,20 @@ def test_a_stopped_race_goes_on_with_its_own_rows_only(tmp_path: Path) -> None:
         race_command.kept_rows(file, {**setting, "max_new_tokens": 6})
     with pytest.raises(ValueError, match=r"rows of another race \(asked was"):
         race_command.kept_rows(file, race_command.setting_of(arguments, ["a", "c"]))
+
+
+def test_two_races_do_not_write_into_one_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, output = tmp_path / "a.gguf", tmp_path / "out"
+    file.write_bytes(b"1")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(race_command, "gguf_file", lambda _: file)
+    monkeypatch.setattr(race_command, "start", lambda *_: pytest.fail("a server was started"))
+    argv = f"--prompts {tmp_path}/a.jsonl --servers {OURS} --output {output}"
+    with sole_writer(output / "rows.jsonl"), pytest.raises(SystemExit, match="2"):
+        race_command.main(argv.split())
+    assert "rows.jsonl is in use" in capsys.readouterr().err
 
 
 def test_the_table_and_the_plot_are_written(tmp_path: Path) -> None:

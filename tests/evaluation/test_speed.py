@@ -208,11 +208,13 @@ def test_the_script_end_to_end(
     script.main(f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split())
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "table.md").read_text() == printed
+    assert "3 prompts, at most 6 new tokens, temperature 0. " in printed and "quartiles" in printed
     assert printed.count("js:0.5:paper") == 4 and "| 9 | 2 | hf |" in printed and "log p" in printed
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * (3 * 3 + 3 * 2) and all(
-        row["command"] and row["log_likelihood"] < 0 for row in rows
+        row["command"] and row["log_likelihood"] < 0 and row["runtime"] == "torch" for row in rows
     )
+    assert all(row["sampling"]["temperature"] == 0 and row["weight_format"] == "float32" for row in rows)
     assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
     script.main(f"{argv} --methods lossless --tree auto".split())
     assert "| 1 | lossless | " in capsys.readouterr().out
@@ -221,10 +223,38 @@ def test_the_script_end_to_end(
         ("--methods lookup --batch-size 1 2", "batch_size is 2 with lookup"),
         ("--context 251", "context and max_new_tokens are 257 together: the target has 256 positions"),
         ("--context 0", "context is 0"),
+        (
+            "--max-new-tokens 251",
+            "the longest prompt and max_new_tokens are 257 together: the target has 256",
+        ),
     ):
         with pytest.raises(SystemExit):
             script.main(f"{argv} {wrong}".split())
         assert complaint in capsys.readouterr().err
+
+
+def test_a_race_that_was_stopped_leaves_no_table_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(script, "load_engine", lambda _: engine())
+    monkeypatch.setattr(script, "encoded_prompts", lambda *_: prompts_of([4]))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    argv = f"--prompts {tmp_path}/a.jsonl --output {tmp_path}/out --max-new-tokens 2 --methods plain".split()
+    script.main([*argv, "--batch-size", "1", "1"])
+    made = [path.name for path in sorted((tmp_path / "out").glob("[!.]*"))]
+    assert made == ["rows.jsonl", "speed.png", "table.md"]
+    assert (
+        len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 1
+    )  # a size named twice runs once
+
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "race", stopped)
+    with pytest.raises(SystemExit):
+        script.main(argv)
+    assert list((tmp_path / "out").glob("[!.]*")) == []
 
 
 def test_the_stock_target_is_loaded_where_ours_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:

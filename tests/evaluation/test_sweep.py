@@ -206,6 +206,35 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(asked) == 14 and len(read_rows(output)) == 7
 
 
+def test_what_a_process_does_once_is_in_no_rows_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that does not count comes before the first one of a run, if there is any."""
+    model, wanted, asked = engine(), cells(questions(2), Lossless(), Fuzzy(0.4)), list[dict[str, Any]]()
+    original = sweep.prompt_sets.answer
+
+    def answer(*given: Any, **options: Any) -> Any:
+        asked.append(options)
+        return original(*given, **options)
+
+    monkeypatch.setattr(sweep.prompt_sets, "answer", answer)
+    monkeypatch.setattr(sweep, "WARM_UP", 3)
+
+    def calls(output: str, **options: Any) -> list[int]:
+        asked.clear()
+        run(model, wanted, tmp_path / output, 1, {}, **options)
+        return [one["max_new_tokens"] for one in asked]
+
+    assert calls("rows.jsonl") == [3, 10, 10, 10, 10] and len(read_rows(tmp_path / "rows.jsonl")) == 4
+    assert calls("rows.jsonl") == []  # nothing was missing
+    assert calls("untimed.jsonl", timed=False) == [10] * 4
+    assert without_times(read_rows(tmp_path / "untimed.jsonl")) == without_times(
+        read_rows(tmp_path / "rows.jsonl")
+    )
+    wanted = cells(questions(2), Lossless(share_noise=False))
+    assert calls("expected.jsonl", expected=[Lossless(), Fuzzy(0.4)]) == [10] * 2
+
+
 def test_other_prompts_under_the_same_names_are_refused(tmp_path: Path) -> None:
     model, output, asked = engine(), tmp_path / "rows.jsonl", questions(2)
     run(model, cells(asked, Lossless()), output, 1, {})

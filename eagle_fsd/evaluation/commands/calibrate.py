@@ -34,6 +34,7 @@ from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, Kind, SamplingC
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.evaluation.rows import sole_writer
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
@@ -87,10 +88,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         work = search.Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
         device = arguments.for_device or device_kind(engine.device.type)
         budgets = sorted(set(arguments.quality_budget))
-        calibration, trials = search.calibrate(work, kinds, budgets, arguments.splits, device)
-        write_calibrations(arguments.output / FILE, [calibration])
-        if trials:
-            write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
+        with sole_writer(arguments.output / FILE):
+            calibration, trials = search.calibrate(work, kinds, budgets, arguments.splits, device)
+            write_calibrations(arguments.output / FILE, [calibration])
+            if trials:
+                write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
         if arguments.install:
             install(engine.head_folder, calibration)
     say(search.calibration_table(calibration))

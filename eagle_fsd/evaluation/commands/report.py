@@ -56,8 +56,8 @@ FEWEST = 4  # rules, below which a correlation over rules says nothing
 ALWAYS = (
     "KL is missing where it is infinite: the rule can emit what the target, after temperature, top-k and "
     "top-p, cannot; at temperature 0 that is every relaxed rule.",
-    "Tokens per second are of cells run one after the other: what else the machine did meanwhile is in them, "
-    "and in no interval. tau does not depend on it.",
+    "Tokens per second are of answers made one after the other, in turns of the rules that a run was asked "
+    "for: what else the machine did meanwhile is in them. tau does not depend on it.",
     "log p per token rewards rules that pick likely tokens: text sharper than the target's own scores higher "
     "than it. TV and KL do not: they are 0 for the target's own distribution alone.",
     "The fastest rules are chosen on the samples that their numbers come from, and by the measured loss, "

@@ -19,7 +19,7 @@ import argparse
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from eagle_fsd.evaluation.measure.llama_cpp import build
 from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import PEERS, Setting, method, parse_own, race, tree_of
 from eagle_fsd.evaluation.plots import FAINT, INK, require_matplotlib, save
+from eagle_fsd.evaluation.rows import sole_writer
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
@@ -50,6 +51,7 @@ ORDER = (
     *("prefill s", *(f"{phase} ms" for phase in PHASES[1:]), "peak GB"),
     *(*(f"vs {base}" for base in BASELINES), "log p"),
 )
+FILES = ("rows.jsonl", "table.md", "speed.png")
 METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
 ONE_AT_A_TIME = {
     "lookup": "Hugging Face's prompt lookup",
@@ -79,36 +81,41 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampling = SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p)
         tree = tree_of(arguments.tree)
         engine, most = load_engine(arguments), arguments.max_new_tokens
-        longest, positions = max(arguments.context or [0]) + most, engine.target.max_positions
-        if longest > positions:
-            raise ValueError(
-                f"context and max_new_tokens are {longest} together: the target has {positions} positions; "
-                "lower --context or --max-new-tokens"
-            )
-        prompts = encoded_prompts(arguments, engine)
+        prompts, positions = encoded_prompts(arguments, engine), engine.target.max_positions
         longest = max(arguments.context or map(len, prompts)) + most
+        if longest > positions:  # where Hugging Face's methods would go on, and ours end
+            which = "context" if arguments.context else "the longest prompt"
+            raise ValueError(
+                f"{which} and max_new_tokens are {longest} together: the target has {positions} positions; "
+                "lower --max-new-tokens, or give shorter prompts or --context"
+            )
         setting = Setting(most, sampling, tree, arguments.seed, arguments.context is not None, longest)
         # Loaded once, and kept no longer than this race.
         stock = functools.cache(functools.partial(stock_target, engine, arguments.base_model))
         methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        names = ("base_model", "ea_model", "draft_vocab_size")
+        names = ("base_model", "ea_model", "draft_vocab_size", "runtime", "weight_format")
         made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.held)}
+        made |= {"sampling": asdict(sampling), "max_new_tokens": most, "seed": arguments.seed}
         made |= ({"llama_cpp": build()} if {*LLAMA_CPP_METHODS} & {*methods} else {}) | provenance(
             engine.device
         )
         note = functools.partial(mean_likelihood, engine) if arguments.likelihood else None
-        rows, file = [], arguments.output / "rows.jsonl"
-        file.unlink(missing_ok=True)  # a race is run anew, not resumed
-        for context, size in product(arguments.context or [None], arguments.batch_size):
-            for row in race(methods, prompts, size, engine.device, note, context):
-                rows.append(row | made)
-                append_row(file, rows[-1])
-        found = results(rows)
-        table = filled_columns([one.cells for one in found], ORDER)
-        (arguments.output / "table.md").write_text(table + "\n", encoding="utf-8")
-        plot_speed(found, arguments.output / "speed.png")
-        say(table)
+        rows, (file, table, plot) = [], [arguments.output / name for name in FILES]
+        with sole_writer(file):
+            for old in (file, table, plot):  # a race is run anew, not resumed
+                old.unlink(missing_ok=True)
+            contexts, sizes = (
+                dict.fromkeys(one) for one in (arguments.context or [None], arguments.batch_size)
+            )
+            for context, size in product(contexts, sizes):
+                for row in race(methods, prompts, size, engine.device, note, context):
+                    rows.append(row | made)
+                    append_row(file, rows[-1])
+            found = results(rows)
+            text = f"{filled_columns([one.cells for one in found], ORDER)}\n\n{about(rows)}"
+            table.write_text(text + "\n", encoding="utf-8")
+            plot_speed(found, plot)
+        say(text)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -200,6 +207,21 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
     return Result(name, rate(runs), ratios, cells)
 
 
+def about(rows: Sequence[Row]) -> str:
+    """Say what a race was of, and what its table shows."""
+    first, sampling = rows[0], SamplingConfig(**rows[0]["sampling"])
+    cuts = f"/{sampling.top_k}/{sampling.top_p:g}" if sampling.cuts else ""
+    prompts = len({number for row in rows for number in row["prompts"]})
+    return (
+        f"{first['base_model']}, {first['weight_format']} on {first['runtime']} but for other programs; "
+        f"{first['device']}, {first['threads']} threads; {prompts} prompts, at most "
+        f"{first['max_new_tokens']} new tokens, temperature {sampling.temperature:g}{cuts}. Tokens/s "
+        "include the reading of prompts. Ratios are of the sums, with the quartiles over batches in "
+        "brackets. prefill s is a mean over batches, and log p one over answers; other times are "
+        "milliseconds a step."
+    )
+
+
 def rate(rows: Sequence[Row]) -> float:
     """Return the tokens per second of runs one after the other."""
     return sum(row["new_tokens"] for row in rows) / sum(row["seconds"] for row in rows)
@@ -224,11 +246,15 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
             color=[FAINT if one.method in PEERS else INK for one in mine],
             height=0.6,
         )
+        for bar, one in zip(bars, mine, strict=True):
+            if one.method in PEERS:
+                bar.set(hatch="///", edgecolor="white")
         panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)
         panel.margins(x=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_title(title, loc="left", fontsize=10)
-    panels[-1].set_xlabel("delivered tokens per second")
+    others = "; hatched: other programs" if any(one.method in PEERS for one in found) else ""
+    panels[-1].set_xlabel(f"delivered tokens per second{others}")
     save(figure, path)
 
 

@@ -22,7 +22,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import name_rule
 from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, StepMeter
-from eagle_fsd.evaluation.rows import rows_of_answers
+from eagle_fsd.evaluation.rows import rows_of_answers, sole_writer
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.mt_bench import MT_BENCH
@@ -30,6 +30,7 @@ from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.text.chat import encode_as_trained
 
+WARM_UP = 32  # tokens, for what a process does once, such as compiling
 SET = 100_000  # more samples than any set of prompts has: sets that are asked together share no seed
 COUNTED = ("finish_reason", "steps", "new_tokens", "exact_accepts", "fuzzy_accepts")
 
@@ -132,34 +133,52 @@ def run(
     batch_size: int,
     provenance: Mapping[str, object],
     expected: Sequence[AcceptanceRule] = (),
+    timed: bool = True,
 ) -> list[list[dict[str, Any]]]:
     """Make the rows that `output` lacks and append them; returns each cell's rows, in its samples' order.
 
     expected: rules of which the rows say what they are expected to do with the trees of lossless texts.
+    timed: whether seconds matter. Without expected rules a short answer that does not count then comes
+    first: what a process does once would else be in the seconds of one rule alone.
+    Raises ValueError if another run is at work on the file.
     """
-    drop_torn_line(output)
-    done = rows_of_answers(output)
-    models = engine.identity()
-    keys = {id(cell): cell.key(engine, models, expected) for cell in cells}
+    with sole_writer(output):
+        drop_torn_line(output)
+        done = rows_of_answers(output)
+        models, cold = engine.identity(), timed and not expected
+        keys = {id(cell): cell.key(engine, models, expected) for cell in cells}
 
-    def whose(cell: Cell, place: int) -> tuple[str, str, int]:
-        return keys[id(cell)], cell.questions.samples[place].id, cell.seed_of(place)
+        def whose(cell: Cell, place: int) -> tuple[str, str, int]:
+            return keys[id(cell)], cell.questions.samples[place].id, cell.seed_of(place)
 
-    with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
-        for cell, places in turns(cells, batch_size):
-            missing = [one for one in places if not answers(done.get(whose(cell, one)), cell, one, output)]
-            if missing:
-                bar.set_postfix_str(name_rule(describe(cell.rule)).label, refresh=False)
-                shared = {"key": keys[id(cell)], **cell.settings(engine)}
-                shared |= {"batch_size": batch_size, "runtime": engine.runtime}
-                count = len(missing)
-                meter = StepMeter(expected, count) if expected else DistanceMeter(cell.rule.mode, count)
-                for row in answer(engine, cell, missing, meter):
-                    row = {**shared, **row, **provenance}
-                    append_row(output, row)
-                    done[row["key"], row["sample"], row["seed"]] = row
-            bar.update(len(places))
+        with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
+            for cell, places in turns(cells, batch_size):
+                missing = [
+                    one for one in places if not answers(done.get(whose(cell, one)), cell, one, output)
+                ]
+                if missing:
+                    if cold:
+                        warm_up(engine, cell, missing)
+                        cold = False
+                    bar.set_postfix_str(name_rule(describe(cell.rule)).label, refresh=False)
+                    shared = {"key": keys[id(cell)], **cell.settings(engine)}
+                    shared |= {"batch_size": batch_size, "runtime": engine.runtime}
+                    count = len(missing)
+                    meter = StepMeter(expected, count) if expected else DistanceMeter(cell.rule.mode, count)
+                    for row in answer(engine, cell, missing, meter):
+                        row = {**shared, **row, **provenance}
+                        append_row(output, row)
+                        done[row["key"], row["sample"], row["seed"]] = row
+                bar.update(len(places))
     return [[done[whose(cell, place)] for place in range(len(cell.questions.samples))] for cell in cells]
+
+
+def warm_up(engine: EagleFSD, cell: Cell, places: Sequence[int]) -> None:
+    """Begin the answers to a batch of a cell, and forget them."""
+    prompts = [cell.questions.prompts[place] for place in places]
+    most = min(WARM_UP, cell.max_new_tokens)
+    options = {"max_new_tokens": most, "rule": cell.rule, "tree": cell.tree, "seed": 0}
+    prompt_sets.answer(engine, prompts, cell.sampling, **options)
 
 
 def answers(row: Mapping[str, Any] | None, cell: Cell, place: int, output: Path) -> bool:

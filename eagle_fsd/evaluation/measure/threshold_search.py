@@ -76,9 +76,10 @@ class Work:
         """Return the rows of all prompts under a threshold."""
         return self.rows_of(replace(self.cell, rule=fuzzy(kind, threshold)), "rows.jsonl")
 
-    def rows_of(self, cell: Cell, file: str, expected: Sequence[AcceptanceRule] = ()) -> list[dict[str, Any]]:
+    def rows_of(self, cell: Cell, name: str, expected: Sequence[AcceptanceRule] = ()) -> list[dict[str, Any]]:
         """Run a cell where it has not been run; returns the rows of all prompts, in their order."""
-        return run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, expected)[0]
+        file = self.folder / name
+        return run(self.engine, [cell], file, self.batch_size, self.provenance, expected, timed=False)[0]
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:

@@ -23,7 +23,7 @@ from eagle_fsd.core.checks import require_choice, require_integer
 from eagle_fsd.evaluation.cli import add_prompts, all_prompts, check_sizes, parsed, plain_parser, say
 from eagle_fsd.evaluation.measure.llama_cpp import gguf_file
 from eagle_fsd.evaluation.plots import require_matplotlib
-from eagle_fsd.evaluation.rows import read_rows
+from eagle_fsd.evaluation.rows import read_rows, sole_writer
 from eagle_fsd.evaluation.serving.peers import (
     CONTINUOUS,
     LLAMA,
@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = all_prompts(arguments)
         rows_file = arguments.output / "rows.jsonl"
         setting = setting_of(arguments, prompts)
-        rows = kept_rows(rows_file, setting)
-        if {TRANSFORMERS, CONTINUOUS} & set(chosen):
-            arguments.output.mkdir(parents=True, exist_ok=True)
-            unpack(file, stock_model)
         with ExitStack() as stack:
+            stack.enter_context(sole_writer(rows_file))
+            rows = kept_rows(rows_file, setting)
+            if {TRANSFORMERS, CONTINUOUS} & set(chosen):
+                unpack(file, stock_model)
             servers = start(chosen, arguments.output, stack)
             for row in race(arguments, chosen, servers, prompts, rows):
                 rows.append({**row, **setting, **provenance()})

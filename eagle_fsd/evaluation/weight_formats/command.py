@@ -26,7 +26,7 @@ from eagle_fsd.drafting.drafter import NO_HEAD
 from eagle_fsd.evaluation.cli import add_prompts, check_sizes, parsed, plain_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.prompt_sets import prompts_of, set_name
-from eagle_fsd.evaluation.rows import rows_of_answers, tau_of
+from eagle_fsd.evaluation.rows import rows_of_answers, sole_writer, tau_of
 from eagle_fsd.evaluation.weight_formats.passes import (
     AS_TREES,
     AT_ONCE,
@@ -82,15 +82,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_file("--output", arguments.output)
         jobs = jobs_of(arguments)
         questions = questions_of(arguments.prompts, arguments.skip, arguments.limit)
-        drop_torn_line(arguments.output)
-        reference = made(decode_prompts, DECODE, jobs[0], questions)
-        answered = [
-            replace(one, answer=tuple(row["plain"])) for one, row in zip(questions, reference, strict=True)
-        ]
-        found = {}
-        for job in jobs:
-            read = made(read_answers, READ, job, answered)
-            found[job.name] = read, made(decode_prompts, DECODE, job, questions)
+        with sole_writer(arguments.output):
+            drop_torn_line(arguments.output)
+            reference = made(decode_prompts, DECODE, jobs[0], questions)
+            pairs = zip(questions, reference, strict=True)
+            answered = [replace(one, answer=tuple(row["plain"])) for one, row in pairs]
+            found = {}
+            for job in jobs:
+                read = made(read_answers, READ, job, answered)
+                found[job.name] = read, made(decode_prompts, DECODE, job, questions)
     say(f"{format_table(found, reference)}\n\n{about(found)}")
 
 
