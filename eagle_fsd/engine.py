@@ -98,6 +98,11 @@ class EagleFSD:
         sources = (pair.base_model, pair.ea_model, pair.head_dtype, pair.folder)
         return cls(pair.target, pair.head, pair.tokenizer, *sources, pair.lookup)
 
+    def __repr__(self) -> str:
+        drafts = "none" if self.drafter is None else self.drafter.name
+        computed = f"{self.weight_format} on {self.runtime}, {self.device}"
+        return f"<EagleFSD {self.base_model!r}, drafts {drafts}, {computed}>"
+
     @property
     def dtype(self) -> torch.dtype:
         return self.target.dtype
@@ -143,6 +148,18 @@ class EagleFSD:
         return_dict_in_generate: Literal[True] = True,
         **keywords: Any,
     ) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        options: GenerationOptions | None = None,
+        *,
+        streamer: Streamer | None = None,
+        return_dict_in_generate: Literal[False],
+        **keywords: Any,
+    ) -> Tensor: ...
 
     @overload
     def generate(
@@ -243,7 +260,7 @@ class EagleFSD:
 
     def target_alone(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
         options: GenerationOptions | None = None,
         **keywords: Any,

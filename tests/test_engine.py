@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import math
 import subprocess
 import sys
 import threading
 import time
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +95,26 @@ def test_sequences_are_the_input_as_given_and_the_new_tokens(side: str) -> None:
     assert out.sequences.dtype == torch.int64
     assert torch.equal(out.sequences, torch.cat((ids, torch.tensor(texts())), dim=1))
     assert len(out.stats) == len(PROMPTS)
+
+
+def test_an_output_can_be_compared_and_be_a_key() -> None:
+    first, second = (engine().generate([[1, 2]], max_new_tokens=2) for _ in range(2))
+    assert first == first and first != second and len({first: 1, second: 2}) == 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not keep overloads")
+def test_the_type_of_what_is_returned_follows_from_the_argument() -> None:
+    kinds = [inspect.signature(one) for one in typing.get_overloads(EagleFSD.generate)]
+    told = {one.parameters["return_dict_in_generate"].annotation: one.return_annotation for one in kinds}
+    both = "GenerationOutput | Tensor"
+    assert told == {"Literal[True]": "GenerationOutput", "Literal[False]": "Tensor", "bool": both}
+    assert isinstance(engine().generate([[1]], max_new_tokens=1, return_dict_in_generate=False), torch.Tensor)
+
+
+def test_an_engine_says_what_it_is() -> None:
+    named = EagleFSD(engine().target, tiny_head(), base_model="org/target")
+    assert repr(named) == "<EagleFSD 'org/target', drafts eagle, float32 on torch, cpu>"
+    assert "drafts none" in repr(EagleFSD(engine().target, None))
 
 
 def test_short_rows_are_padded_on_the_right_with_the_pad_token() -> None:

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
-# Hugging Face's names that are most like another option than the one that does the same.
-MEANT = {"stopping_criteria": "stop_strings"}
+# Hugging Face's names that are like another option than the one that does the same; "": no option does.
+MEANT = {"stopping_criteria": "stop_strings", "pad_token_id": "", "use_cache": "", "generation_config": ""}
 
 
 class Dataclass(Protocol):
@@ -255,9 +255,10 @@ def override(
     known = [field.name for field in fields(kind)]
     for name in keywords:
         if name not in known:
-            meant = [MEANT[name]] if MEANT.get(name) in known else []
-            near = meant or get_close_matches(name, [*known, *others], 1, LEAST_LIKENESS)
-            remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
+            meant = MEANT.get(name)
+            if meant not in ("", *known):
+                meant = next(iter(get_close_matches(name, [*known, *others], 1, LEAST_LIKENESS)), "")
+            remedy = f"write {meant}, or leave it out" if meant else "leave it out"
             raise ValueError(
                 f"{name} is not an option: the keywords are the fields of {kind.__name__}; {remedy}"
             )

@@ -44,7 +44,8 @@ class TreeConfig:
     probabilities along the path). On torch's CPU runtime total_tokens is an upper bound too: only nodes that
     have this confidence are verified. OpenVINO and GPUs verify trees of one size, filled with the next best
     nodes. It is written as a fourth part: 16/8/4/0.05. It saves time only on a CPU, where the host can read
-    the confidences without waiting.
+    the confidences without waiting. Raises ValueError for values out of range, and for more nodes than depth
+    and top_k can give.
     """
 
     FORM: ClassVar[str] = "total_tokens/depth/top_k[/min_confidence]"
@@ -147,7 +148,8 @@ class AutoTree:
     """Asks for the tree with the most tokens per second, measured on this machine with this head.
 
     depth, top_k, min_confidence: a given value is kept, None is measured too; see TreeConfig. later: texts do
-    not wait for measurements. They have a usual tree till Settler.measure_postponed has made them.
+    not wait for measurements. They have a usual tree till Settler.measure_postponed has made them. Raises
+    ValueError for values out of range.
     """
 
     depth: int | None = None
@@ -173,9 +175,9 @@ class AutoTree:
 class SamplingConfig:
     """How tokens are sampled, as Hugging Face does it: temperature, then top_k, then top_p, then min_p.
 
-    temperature: 0 is greedy, and HOTTEST the most. top_k: 0 keeps every token. top_p: 1 keeps every token.
+    temperature: 0 is greedy, and 1e10 the most. top_k: 0 keeps every token. top_p: 1 keeps every token.
     min_p: tokens with less than this share of the likeliest token's probability are dropped (arXiv
-    2407.01082); 0 keeps every token.
+    2407.01082); 0 keeps every token. Raises ValueError for values out of range.
     """
 
     temperature: float = 0.0
@@ -256,9 +258,10 @@ class Kind(NamedTuple):
 class AutoThreshold:
     """Asks for the fastest rule that the head's calibration puts inside a budget: fuzzy, or lossless.
 
-    quality_budget: the largest mean TV per token; see acceptance/calibration.py. divergence, mode, child,
-    min_gain, price, cost: as in acceptance.Fuzzy; without a mode, a price or a cost any that was calibrated
-    will do, and a price of 0 asks for a rule that does not plan.
+    quality_budget: the largest mean TV per token, from 0 to 1; see acceptance/calibration.py. divergence,
+    mode, child, min_gain, price, cost: as in acceptance.Fuzzy; without a mode, a price or a cost any that was
+    calibrated will do, and a price of 0 asks for a rule that does not plan. Raises ValueError for values out
+    of range.
     """
 
     quality_budget: float = 0.02

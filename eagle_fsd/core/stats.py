@@ -53,15 +53,20 @@ class Stopwatch:
 class GenerationStats:
     """Counts and seconds of one row. `seconds` is the whole call; the phases need not add up to it.
 
-    reused_tokens: the first tokens of its prompt that were taken from a kept text.
+    steps: verified trees. new_tokens: an end token included. exact_accepts, fuzzy_accepts: emitted draft
+    tokens that equal the target's own draw, and those that the rule let through although they do not.
+    reused_tokens: the first tokens of its prompt that were taken from a kept text. accept_histogram: [k] is
+    the number of steps that emitted k tokens. accepted_of: accepts by the source of their draft; see
+    `sources`. finish_reason: "stop", "length", "interrupted", "cancelled" or "failed"; None while the text is
+    being made, and for a total of texts with several.
     """
 
     steps: int = 0
     new_tokens: int = 0
-    exact_accepts: int = 0  # emitted draft tokens that equal the target's own draw
-    fuzzy_accepts: int = 0  # emitted draft tokens let through by the rule, not the draw
+    exact_accepts: int = 0
+    fuzzy_accepts: int = 0
     reused_tokens: int = 0
-    accept_histogram: list[int] = dataclasses.field(default_factory=list)  # [k]: steps that emitted k tokens
+    accept_histogram: list[int] = dataclasses.field(default_factory=list)
     accepted_of: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -69,7 +74,6 @@ class GenerationStats:
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
     keep_seconds: float = 0.0
-    # "stop", "length", "interrupted", "cancelled" or "failed"; None while running, or mixed
     finish_reason: str | None = None
 
     @property

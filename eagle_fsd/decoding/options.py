@@ -54,7 +54,8 @@ class GenerationOptions:
       Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
       each row's stream, so that seed=[(s, r)] gives row r again on its own.
     eos_token_id: the tokens that end a text; None takes the model's own.
-    observer: sees every step, for measurements.
+    observer: a function that is called after every step with the verified tree and its logits, the verdict on
+      it, and how many tokens each row has emitted; see Observer in decoding/request.py. It changes nothing.
     repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, bad_words_ids,
       suppress_tokens, logit_bias, min_new_tokens: see Processing; iterables and mappings of any kind will do.
     logits_processor: functions of your own, such as Hugging Face's LogitsProcessor objects; see Processing.

@@ -23,7 +23,7 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.request import Text, TokenLogprob, interrupt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a tensor has no single truth value to compare
 class GenerationOutput:
     """The texts of a batch, and how they were made.
 
@@ -31,7 +31,8 @@ class GenerationOutput:
     token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
     tree, rule: the size of the draft trees and the acceptance rule that were used; None for the target alone.
     seed: the seed that gives the same texts again, also if it was drawn; None if nothing was sampled.
-    logprobs: of each row's new tokens, if they were asked for; see GenerationOptions.
+    logprobs: of each row's new tokens, if they were asked for; see GenerationOptions. An output equals itself
+    alone: compare its fields.
     """
 
     sequences: Tensor

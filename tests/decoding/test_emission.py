@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -51,6 +52,15 @@ def test_logits_that_are_no_distribution_end_the_step(logits: list[float], proce
     ) as found:
         stopped(logits, processing)
     assert not isinstance(found.value, NothingAllowed)
+
+
+def test_another_process_can_raise_a_failure_again() -> None:
+    """A pool of processes would break over an exception that cannot be unpickled."""
+    for failure in (NonFiniteLogits(3, 1), stopped([0.0, 1.0, 2.0], BANS)[0].failure):
+        assert isinstance(failure, NonFiniteLogits)
+        again = pickle.loads(pickle.dumps(failure))
+        assert type(again) is type(failure) and str(again) == str(failure)
+        assert (again.step, again.row) == (failure.step, failure.row)
 
 
 def test_without_options_the_logits_are_to_blame() -> None:

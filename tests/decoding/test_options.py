@@ -131,6 +131,11 @@ def test_an_unknown_keyword_is_named() -> None:
             ValueError, match=rf"^{name} is not an option: .*; write {meant}, or leave it out$"
         ):
             model.generate(prompt, **{name: 5})
+    for name in ("pad_token_id", "use_cache", "generation_config"):  # no option does what these do
+        with pytest.raises(
+            ValueError, match=rf"^{name} is not an option: the .* GenerationOptions; leave it"
+        ):
+            model.generate(prompt, **{name: 5})
     for call in (model.generate, model.stream, model.stream_batch, model.target_alone):
         with pytest.raises(ValueError, match=r"^num_beams is not an option: .*; leave it out$"):
             call(prompt, num_beams=2)

@@ -214,6 +214,8 @@ def test_batches_cover_every_index_once(size: int) -> None:
         ("measure_tau.py", ["--threshold", "js"], "--threshold js has no number: give"),
         ("measure_tau.py", ["--limit", "0"], "limit is 0: it must be an integer of at least 1; leave"),
         ("measure_tau.py", ["--batch-size", "0"], "batch_size is 0"),
+        ("calibrate.py", ["--seed", "-1"], "seed is -1: it must be an integer of at least 0; any will do"),
+        ("speed.py", ["--seed", "-1"], "seed is -1: it must be an integer of at least 0; any will do"),
         ("check_greedy.py", ["--batch-size", "1", "0"], "batch_size is 0"),
         ("check_greedy.py", ["--max-new-tokens", "0"], "max_new_tokens is 0"),
         ("check_greedy.py", ["--tree", "a/b/c"], "tree is 'a/b/c'"),
@@ -229,7 +231,7 @@ def test_a_mistake_is_one_line_before_any_model_is_loaded(
 ) -> None:
     prompts = tmp_path / "prompts_one.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n')
-    output = ["--output", str(tmp_path / "rows.jsonl")] if name == "measure_tau.py" else []
+    output = [] if name == "check_greedy.py" else ["--output", str(tmp_path / "rows.jsonl")]
     monkeypatch.setattr("sys.argv", [name, "--prompts", str(prompts), *output, *wrong])
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit, match="2"):

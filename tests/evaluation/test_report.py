@@ -13,7 +13,7 @@ from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy, typical, w
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
 from eagle_fsd.evaluation.analysis.frontier import QUALITIES
 from eagle_fsd.evaluation.analysis.points import TAU, panels
-from eagle_fsd.evaluation.commands import report
+from eagle_fsd.evaluation.commands import exchange, report
 from eagle_fsd.evaluation.commands.report import write_report
 from eagle_fsd.evaluation.plots import style, varying_knobs
 from eagle_fsd.evaluation.rows import Row
@@ -81,6 +81,21 @@ def test_the_script_end_to_end_gives_the_same_files_twice(
     ):
         assert said in text, said
     assert str(tmp_path) not in text
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_rows(tmp_path / "rows.jsonl", few())
+    monkeypatch.setattr(report, "write_report", lambda *_: pytest.fail("the work was begun"))
+    with pytest.raises(SystemExit, match="2"):
+        run_script(monkeypatch, "--rows", str(path), "--output", str(path))
+    assert f"--output names {path}, where nothing can be written" in capsys.readouterr().err
+    monkeypatch.setattr(exchange, "panels", lambda *_: pytest.fail("the work was begun"))
+    with pytest.raises(SystemExit, match="2"):
+        exchange.main(["--rows", str(path), "--plot", str(tmp_path)])
+    assert f"--plot names {tmp_path}, which is a folder" in capsys.readouterr().err
 
 
 def test_winners_at_a_glance(tmp_path: Path, no_plots: None) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 from eagle_fsd.decoding.request import Text
 
 
@@ -18,6 +21,9 @@ class NonFiniteLogits(FloatingPointError):
         )
         super().__init__(f"step {step} of row {row}: {why or usual}")
         self.step, self.row = step, row
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process may have to raise it again
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class NothingAllowed(NonFiniteLogits):

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with parsed(parser, argv) as arguments:
         check_sizes(arguments, arguments.batch_size)
         require_folder("--output", arguments.output)
+        require_integer("seed", arguments.seed, 0, "any will do")
         require_integer("splits", arguments.splits, 0, "0 makes none")
         require_number("confidence", arguments.confidence, 0.501, 0.999, "0.95 is usual")
         for budget in arguments.quality_budget:

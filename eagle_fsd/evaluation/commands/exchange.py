@@ -23,6 +23,7 @@ from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.plots import plot_frontier, require_matplotlib
 from eagle_fsd.evaluation.rows import read_raw_rows
+from eagle_fsd.files.places import require_file
 
 LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with parsed(parser, argv) as arguments:
         if arguments.plot:
             require_matplotlib()
+            require_file("--plot", arguments.plot)
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         rows = [row for rows in read_raw_rows(arguments.rows, expected=True).values() for row in rows]
         found = panels(rows, how)

@@ -46,6 +46,7 @@ from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
 from eagle_fsd.evaluation.plots import plot_frontier, require_matplotlib
 from eagle_fsd.evaluation.rows import PROVENANCE, Row, read_raw_rows
 from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.places import require_folder
 from eagle_fsd.version import __version__
 
 QUALITIES = ("log_p", "law_tv")
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--tau", action="store_true", help="speed is tokens per step, not tokens per second")
     with parsed(parser, argv) as arguments:
         require_matplotlib()
+        require_folder("--output", arguments.output)
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         files = read_raw_rows(arguments.rows)
         alone = len({path.name for path in files}) == len(files)

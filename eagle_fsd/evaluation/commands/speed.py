@@ -122,6 +122,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be raced, before a model is loaded."""
     check_sizes(arguments, *arguments.batch_size)
     require_folder("--output", arguments.output)
+    require_integer("seed", arguments.seed, 0, "any will do")
     for context in arguments.context or ():
         require_integer("context", context, 1, "leave --context out for the prompts as they are")
     for name in arguments.methods:
