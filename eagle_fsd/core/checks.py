@@ -21,7 +21,8 @@ EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 # Hugging Face's names that are like another option than the one that does the same; "": no option does.
-MEANT = {"stopping_criteria": "stop_strings", "pad_token_id": "", "use_cache": "", "generation_config": ""}
+MEANT = {"stopping_criteria": "stop_strings"}
+MEANT |= dict.fromkeys(("pad_token_id", "use_cache", "generation_config", "streamer"), "")
 
 
 class Dataclass(Protocol):

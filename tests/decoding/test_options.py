@@ -136,6 +136,8 @@ def test_an_unknown_keyword_is_named() -> None:
             ValueError, match=rf"^{name} is not an option: the .* GenerationOptions; leave it"
         ):
             model.generate(prompt, **{name: 5})
+    with pytest.raises(ValueError, match=r"^streamer is not an option: the .* GenerationOptions; leave it"):
+        model.stream(prompt, streamer=None)
     for call in (model.generate, model.stream, model.stream_batch, model.target_alone):
         with pytest.raises(ValueError, match=r"^num_beams is not an option: .*; leave it out$"):
             call(prompt, num_beams=2)
