@@ -144,6 +144,14 @@ def test_models_and_trees_become_sections(tmp_path: Path, no_plots: None) -> Non
     assert text.count("float32, weights int8, tree") == 1 and text.count("float32, tree") == 3
 
 
+def test_a_sweep_that_another_checkout_went_on_with_is_one_section(tmp_path: Path, no_plots: None) -> None:
+    """Its rows have the same cells, but another folder's name for the head."""
+    rows = few(12)
+    moved = [*rows[:6], *(row | {"ea_model": "/elsewhere/head"} for row in rows[6:])]
+    assert rows[5]["rule"] == rows[6]["rule"] == LOSSLESS
+    assert written(moved, tmp_path / "moved") == written(rows, tmp_path / "whole")
+
+
 def test_gaps_are_said(tmp_path: Path, no_plots: None) -> None:
     rows = [*cell_rows(LOSSLESS, Truth(), 40), *cell_rows(fuzzy(0.2), Truth(), 15)]
     rows += cell_rows(typical(0.3, 0.09), Truth(), range(50, 55))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
@@ -32,6 +32,7 @@ from eagle_fsd.evaluation.tasks import TASKS
 
 SPEED, TAU = "tokens_per_second", "tau"
 SCORE = "score:"  # before the name of a task's own score
+Names = tuple[str, str | None]  # of target and head
 Parts = tuple[float | None, float | None]  # a row's numerator and denominator; None where it is unknown
 # What the panels of a section of a report share, and what those of a panel share beside that.
 SECTION_FIELDS = ("base_model", "ea_model", "draft_vocab_size", "dtype", "weight_format", "tree")
@@ -179,10 +180,34 @@ def titles_apart(panels: Sequence[Panel]) -> list[str]:
     ]
 
 
+def under_one_name(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows with the same names for the same models.
+
+    A head's name is its folder's, which differs between checkouts. Rows of one cell have the same models.
+    """
+    found, of_cell = list(rows), dict[str, Names]()
+    same: dict[Names, Names] = {}
+
+    def first(names: Names) -> Names:
+        while same.setdefault(names, names) != names:
+            names = same[names]
+        return names
+
+    for row in found:
+        mine, known = first(names_of(row)), first(of_cell.setdefault(row.key, names_of(row)))
+        same[mine] = known
+    made = [(row, first(names_of(row))) for row in found]
+    return [replace(row, base_model=target, ea_model=head) for row, (target, head) in made]
+
+
+def names_of(row: Row) -> Names:
+    return row.base_model, row.ea_model
+
+
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
     """Group the rows in panels by section and task. Raises ValueError where one point would mix two cells."""
     groups: dict[tuple[object, object], list[Row]] = {}
-    for row in rows:
+    for row in under_one_name(rows):
         groups.setdefault((SECTION(row), TASK(row)), []).append(row)
 
     def order(panel: Panel) -> tuple[str, str, str, float, str]:

@@ -40,6 +40,7 @@ from eagle_fsd.evaluation.analysis.points import (
     score,
     score_weights,
     titles_apart,
+    under_one_name,
 )
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
@@ -121,6 +122,7 @@ def write_report(
     sources: how many rows came from each file. names: the qualities, see `quality_named`; speed:
     tokens_per_second or tau. Raises ValueError for rows that cannot stand in one report.
     """
+    rows = under_one_name(rows)
     found = panels(rows, how)
     qualities = [quality_named(name, found) for name in dict.fromkeys(names)]
     folder.mkdir(parents=True, exist_ok=True)
