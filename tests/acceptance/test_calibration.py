@@ -180,13 +180,14 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
     records, asked = made_records(), []
     run = runs_like(records, factor, asked)
     found = replace(records, run=run).boldest(DIAL, budget, range(40))
-    tvs = {t: bound(tv_of(run(JS, t)), 0.9)[1] for t in LADDER}
-    best = max((t for t in LADDER if tvs[t] <= budget), default=None)
+    ladder = [t for _, t in DIAL]
+    tvs = {t: bound(tv_of(run(JS, t)), 0.9)[1] for t in ladder}
+    best = max((t for t in ladder if tvs[t] <= budget), default=None)
     assert found is not None and found.bound <= budget and best is not None
     assert found.bound == pytest.approx(tvs[found.threshold])
     assert LADDER.index(best) - LADDER.index(found.threshold) <= 1
     assert found.tau == 2.5 and found.lossless_tau == 2.0 and found.tau_ratio == 1.25
-    assert len(asked) - len(LADDER) <= 8  # minutes, not hours: few are run
+    assert len(asked) - len(ladder) <= 8  # minutes, not hours: few are run
 
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
@@ -197,7 +198,7 @@ def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
     records = records_of(DIAL, [np.tile([50.0, 0.0], (len(DIAL), 1))] * 8)
     found = replace(records, run=runs_like(records, 1.0, [])).boldest(DIAL, 0.01, range(8))
-    assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
+    assert found is not None and found.threshold == DIAL[-1][1] and found.bound == 0
 
 
 def steps_of(predicted: Sequence[int], ran: Sequence[float], budget: int) -> tuple[list[int], int | None]:
@@ -236,6 +237,14 @@ def test_the_ladder_has_three_settings_within_a_doubling_from_the_least_to_the_m
     assert all(1.1 < bolder / one < 1.3 for one, bolder in pairwise(LADDER))
 
 
+@pytest.mark.parametrize(
+    ("divergence", "boldest"), [("js", 0.82), ("js_top10", 0.82), ("tv", 1.0), ("reverse_kl", 82.0)]
+)
+def test_thresholds_end_at_the_first_that_lets_everything_through(divergence: str, boldest: float) -> None:
+    (dial,) = dials_of([Kind(divergence)])
+    assert [threshold for _, threshold in dial] == [t for t in LADDER if t <= boldest]
+
+
 def test_bounds_hold_as_often_as_they_say() -> None:
     """Samples of a known distribution: the true mean is under the bound nearly as often as promised."""
     random, held = np.random.default_rng(1), 0
@@ -261,7 +270,7 @@ def test_a_lone_prompt_has_no_bound_unless_nothing_is_moved() -> None:
 def test_a_plan_is_a_dial_of_falling_prices() -> None:
     swaps = [Kind("js", "swap", price=price) for price in (1.0, 3.0, 2.0)]
     ladder, prices = dials_of([JS, *swaps])
-    assert [threshold for _, threshold in ladder] == list(LADDER) and {kind for kind, _ in ladder} == {JS}
+    assert ladder == DIAL and {kind for kind, _ in ladder} == {JS}
     assert [(kind.price, threshold) for kind, threshold in prices] == [
         (price, math.inf) for price in (3, 2, 1)
     ]

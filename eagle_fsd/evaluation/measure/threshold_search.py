@@ -21,6 +21,7 @@ import numpy as np
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
+from eagle_fsd.acceptance.divergence import largest_value
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import AutoThreshold, Kind
 from eagle_fsd.engine import EagleFSD
@@ -41,12 +42,17 @@ Setting = tuple[Kind, float]  # and its threshold
 
 
 def dials_of(kinds: Sequence[Kind]) -> list[list[Setting]]:
-    """Return a dial for every kind without a price, and one for all that differ in their price alone."""
+    """Return a dial for every kind without a price, and one for all that differ in their price alone.
+
+    Thresholds end at the first one that lets every child through: larger ones are the same rule.
+    """
     plans: dict[Kind, list[Setting]] = {}
     for kind in sorted(kinds, key=lambda kind: -kind.price):
         if kind.price:
             plans.setdefault(kind._replace(price=0.0), []).append((kind, math.inf))
-    return [*([(kind, t) for t in LADDER] for kind in kinds if not kind.price), *plans.values()]
+    ladders = {kind: largest_value(kind.divergence) for kind in kinds if not kind.price}
+    steps = {kind: sum(t < most for t in LADDER) + 1 for kind, most in ladders.items()}
+    return [*([(kind, t) for t in LADDER[:count]] for kind, count in steps.items()), *plans.values()]
 
 
 @dataclass(frozen=True)
