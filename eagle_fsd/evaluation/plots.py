@@ -27,6 +27,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e
 MARKERS = "os^Dv<>Ph*Xd8"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 COLUMNS = 3
+LEGEND = 5.6  # inches: of two columns of names
 FILLED = "filled: no other is both faster and better"
 
 
@@ -52,7 +53,8 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
         return False
     columns = min(COLUMNS, len(drawn))
     lines = -(-len(drawn) // columns)
-    figure = Figure(figsize=(columns * 4.8, lines * 3.9 + 0.9), layout="constrained")
+    size = max(columns * 4.8, LEGEND), lines * 3.9 + 0.9
+    figure = Figure(figsize=size, layout="constrained")
     places = list(figure.subplots(lines, columns, squeeze=False).flat)
     families = sorted({one.family for panel, _ in drawn for one in panel.points if not one.is_lossless})
     handles: dict[str, Any] = {}

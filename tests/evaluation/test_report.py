@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy, typical, write_rows
 
+from eagle_fsd.evaluation import plots
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
 from eagle_fsd.evaluation.analysis.frontier import QUALITIES
 from eagle_fsd.evaluation.analysis.points import TAU, panels
@@ -182,6 +183,21 @@ def test_an_estimate_is_written_with_its_interval() -> None:
 def test_families_differ_without_colour() -> None:
     looks = {(look["marker"], look["linestyle"]) for look in map(style, range(40))}
     assert len(looks) == 40
+
+
+def test_the_legend_of_a_single_panel_is_inside_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, _: drawn.append(figure))
+    rules = [LOSSLESS, typical(0.3, 0.09), fuzzy(0.2, price=1.0, cost="kl"), fuzzy(0.2, min_gain=0.7)]
+    rows = [Row.of(row) for rule in rules for row in cell_rows(rule, Truth(tv=0.05), 12)]
+    assert plots.plot_frontier(panels(rows, QUICK), QUALITIES["law_tv"], TAU, tmp_path / "a.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
 
 
 def test_labels_name_the_knob_that_changes() -> None:

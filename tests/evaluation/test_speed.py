@@ -208,7 +208,7 @@ def test_the_script_end_to_end(
     script.main(f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split())
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "table.md").read_text() == printed
-    assert "3 prompts, at most 6 new tokens, temperature 0. " in printed and "quartiles" in printed
+    assert "prompts: 3, at most 6 new tokens, temperature 0. " in printed and "quartiles" in printed
     assert printed.count("js:0.5:paper") == 4 and "| 9 | 2 | hf |" in printed and "log p" in printed
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * (3 * 3 + 3 * 2) and all(

@@ -213,9 +213,10 @@ def about(rows: Sequence[Row]) -> str:
     first, sampling = rows[0], SamplingConfig(**rows[0]["sampling"])
     cuts = f"/{sampling.top_k}/{sampling.top_p:g}" if sampling.cuts else ""
     prompts = len({number for row in rows for number in row["prompts"]})
+    others = " but for other programs" if any(row["method"] in PEERS for row in rows) else ""
     return (
-        f"{first['base_model']}, {first['weight_format']} on {first['runtime']} but for other programs; "
-        f"{first['device']}, {first['threads']} threads; {prompts} prompts, at most "
+        f"{first['base_model']}, {first['weight_format']} on {first['runtime']}{others}; "
+        f"{first['device']}, threads: {first['threads']}; prompts: {prompts}, at most "
         f"{first['max_new_tokens']} new tokens, temperature {sampling.temperature:g}{cuts}. Tokens/s "
         "include the reading of prompts. Ratios are of the sums, with the quartiles over batches in "
         "brackets. prefill s is a mean over batches, and log p one over answers; other times are "
