@@ -202,6 +202,7 @@ def test_plain_decoding_goes_on_from_texts_of_any_call(monkeypatch: pytest.Monke
 def test_copies_of_options_have_an_empty_cache_of_their_own() -> None:
     model, options = engine("eagle"), GenerationOptions(prompt_cache=PromptCache(300), max_new_tokens=4)
     model.generate([START], options=options)
+    assert f"prompt_cache=PromptCache(tokens={options.prompt_cache.tokens})" in repr(options)
     for copied in (copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
         kept = copied.prompt_cache
         assert kept is not None and kept is not options.prompt_cache and kept.tokens == 300

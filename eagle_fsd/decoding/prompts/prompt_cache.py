@@ -37,6 +37,9 @@ class PromptCache:
         self._way: Hashable = None
         self._texts = PrefixCache(tokens)
 
+    def __repr__(self) -> str:
+        return f"PromptCache(tokens={self.tokens})"
+
     def __reduce__(self) -> tuple[type[PromptCache], tuple[int]]:
         return type(self), (self.tokens,)
 
