@@ -830,6 +830,8 @@ def test_the_script_writes_and_installs(
         max_new_tokens=4,
     )
     assert isinstance(output.rule, Fuzzy) and output.rule.threshold in LADDER
+    script.main(f"{argv} --splits 0".split())  # those of an earlier run would pass for its own
+    assert not (tmp_path / "out" / "splits.json").exists()
 
 
 def test_a_calibration_without_thresholds_replaces_none(tmp_path: Path) -> None:

@@ -92,8 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with sole_writer(arguments.output / FILE):
             calibration, trials = search.calibrate(work, kinds, budgets, arguments.splits, device)
             write_calibrations(arguments.output / FILE, [calibration])
+            splits = arguments.output / "splits.json"
+            splits.unlink(missing_ok=True)  # of an earlier calibration
             if trials:
-                write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
+                write_atomically(splits, json.dumps(trials, indent=1) + "\n")
         if arguments.install:
             install(engine.head_folder, calibration)
     say(search.calibration_table(calibration))
