@@ -161,18 +161,6 @@ class EagleFSD:
         **keywords: Any,
     ) -> Tensor: ...
 
-    @overload
-    def generate(
-        self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
-        options: GenerationOptions | None = None,
-        *,
-        streamer: Streamer | None = None,
-        return_dict_in_generate: bool,
-        **keywords: Any,
-    ) -> GenerationOutput | Tensor: ...
-
     def generate(
         self,
         input_ids: Tensor | Sequence[Sequence[int]],
