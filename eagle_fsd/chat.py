@@ -36,8 +36,10 @@ from eagle_fsd.cli.mistakes import (
 )
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.cli.start import begin_early, end_program, interrupt_at_once, load_model, measure_later
-from eagle_fsd.core.checks import defer_interrupt, leave, on_ending_signals, one_line, tell
+from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import AutoThreshold, SamplingConfig, TreeConfig
+from eagle_fsd.core.process.signals import defer_interrupt, leave, on_ending_signals
+from eagle_fsd.core.process.streams import tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 

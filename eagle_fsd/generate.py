@@ -37,13 +37,13 @@ from eagle_fsd.cli.mistakes import (
 from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_arguments
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, end_program, interrupt_at_once, load_model, measure_later
-from eagle_fsd.core.checks import (
+from eagle_fsd.core.process.signals import (
     EXIT_INTERRUPTED,
     defer_interrupt,
     on_ending_signals,
     report_interrupt,
-    tell,
 )
+from eagle_fsd.core.process.streams import tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 

@@ -25,7 +25,8 @@ from eagle_fsd.cli.flags.server import KEY_VARIABLE, add_server_flags, api_key, 
 from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
-from eagle_fsd.core.checks import EXIT_INTERRUPTED, tell
+from eagle_fsd.core.process.signals import EXIT_INTERRUPTED
+from eagle_fsd.core.process.streams import tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted

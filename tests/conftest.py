@@ -89,7 +89,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def interrupts_arrive() -> Iterator[None]:
     """Whatever runs the tests: jobs in the background ignore Ctrl-C, and under nohup the terminal's end."""
-    from eagle_fsd.core.checks import ENDING
+    from eagle_fsd.core.process.signals import ENDING
 
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
     before |= {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}

@@ -28,8 +28,8 @@ from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibrat
 from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.cli import mistakes
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
-from eagle_fsd.core.checks import ENDING
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.process.signals import ENDING
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.target.session import TargetSession
 from eagle_fsd.text import streamed

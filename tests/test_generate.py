@@ -39,8 +39,8 @@ from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK,
 from eagle_fsd.cli.answer_report import JSON_KEYS, Answer, summary
 from eagle_fsd.cli.arguments import check_answers, check_early, make_rule, make_tree
 from eagle_fsd.cli.flags.parser import build_parser
-from eagle_fsd.core.checks import ENDING
 from eagle_fsd.core.config import AutoThreshold
+from eagle_fsd.core.process.signals import ENDING
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.runtime.ranks import ALONE
 from eagle_fsd.text.detokenizer import Detokenizer

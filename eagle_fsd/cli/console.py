@@ -15,7 +15,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from eagle_fsd.core.checks import EXIT_USAGE, report_interrupt, tell
+from eagle_fsd.core.process.signals import EXIT_USAGE, report_interrupt
+from eagle_fsd.core.process.streams import tell
 
 PROGRAM = "eagle-fsd"
 HELP = ("-h", "--help")

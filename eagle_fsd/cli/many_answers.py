@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, TextIO
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.mistakes import explain_steps, raise_user_errors
 from eagle_fsd.cli.prompt_arguments import prompt_of
-from eagle_fsd.core.checks import (
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    EnduringStderr,
-    defer_interrupt,
-    one_line,
-    tell,
-)
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.process.signals import EXIT_INTERRUPTED, EXIT_USAGE, defer_interrupt
+from eagle_fsd.core.process.streams import EnduringStderr, tell
 
 if TYPE_CHECKING:
     from argparse import Namespace

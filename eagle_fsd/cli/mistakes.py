@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TextIO, TypeVar
 
-from eagle_fsd.core.checks import EXIT_BROKEN_PIPE, EXIT_USAGE, discard_stdout, one_line, tell
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.process.signals import EXIT_BROKEN_PIPE, EXIT_USAGE
+from eagle_fsd.core.process.streams import discard_stdout, tell
 
 Result = TypeVar("Result")
 CLOSED = "stdout is closed: the text needs it; open it"

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eagle_fsd.core.checks import EXIT_USAGE, tell
+from eagle_fsd.core.process.signals import EXIT_USAGE
+from eagle_fsd.core.process.streams import tell
 
 # torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:

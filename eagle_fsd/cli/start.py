@@ -11,8 +11,8 @@ import warnings
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from eagle_fsd.core.checks import without_collector
 from eagle_fsd.core.config import AutoTree
+from eagle_fsd.core.process.collector import without_collector
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 
 if TYPE_CHECKING:  # torch takes seconds to import

@@ -1,23 +1,14 @@
-"""Checks of users' values, errors of one line, what Ctrl-C does, and blocks without the garbage collector."""
+"""Checks of users' values, and errors that are read on one line."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, ClassVar, Protocol, TextIO, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-# Exit codes of a user's mistake, of what Ctrl-C has ended, and of what wrote to a reader that is gone. Shells
-# give the last two.
-EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 # Hugging Face's names that are like another option than the one that does the same; "": no option does.
@@ -63,127 +54,6 @@ def require_utf8(name: str, text: str) -> None:
     """Raise ValueError for text that UTF-8 cannot hold: half a character of a broken file or terminal."""
     if (place := find_half_character(text)) is not None:
         raise ValueError(f"{name} is not UTF-8 at character {place}: retype it, or give a file of UTF-8 text")
-
-
-def tell(text: str) -> None:
-    """Write a line to stderr, if there is one that takes it: a full disk must not end what is under way."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"{text}\n")
-
-
-def discard_stdout() -> None:
-    """Send the rest of stdout nowhere, since the interpreter flushes it once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class EnduringStderr:
-    """What stderr shows, for bars and libraries: where it takes nothing, the work goes on without."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextlib.contextmanager
-def outlive_stderr() -> Iterator[None]:
-    """Let nothing within end because stderr takes no more: of a full disk, or of a reader that is gone."""
-    if sys.stderr is None:
-        yield
-        return
-    with contextlib.redirect_stderr(EnduringStderr(sys.stderr)):
-        yield
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Look for no reference cycles inside the block.
-
-    For what makes hundreds of thousands of objects that stay, such as imports: going through them again and
-    again takes an eighth of their time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def report_interrupt() -> int:
-    """Say on one line that Ctrl-C has ended the program, and return its exit code."""
-    tell("interrupted")
-    return EXIT_INTERRUPTED
-
-
-# SIGTERM, and the signal of a terminal that is closed, which Windows does not have.
-ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-
-
-@contextlib.contextmanager
-def on_ending_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Let SIGTERM and a terminal that is closed call this. A handler that one of them has already stays.
-
-    With `signal.default_int_handler` they do what Ctrl-C does, so that what is made is kept.
-    """
-    mine = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in mine:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number in mine:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def leave(number: int, _frame: object) -> None:
-    """End the program for a signal, by way of all `finally` blocks."""
-    raise SystemExit(128 + number)
-
-
-@contextlib.contextmanager
-def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
-    """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts.
-
-    Signals that do the same count as well, see `on_ending_signals`. patient: no second one interrupts: it
-    would leave the other ranks in the middle of a step.
-    """
-    event = threading.Event()
-
-    def counts(number: int, handler: object) -> bool:
-        if number == signal.SIGINT:  # which a job in the background ignores: it is meant for another process
-            return handler is not signal.SIG_IGN
-        return handler is signal.default_int_handler
-
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    usual = {number: handler for number, handler in found.items() if counts(number, handler)}
-
-    def set_handlers(own: Callable[[int, object], None] | None) -> None:
-        for number, handler in usual.items():
-            signal.signal(number, own or handler)
-
-    def note(_signal: int, _frame: object) -> None:
-        event.set()
-        if not patient:
-            set_handlers(None)
-
-    set_handlers(note)
-    try:
-        yield event
-    finally:
-        set_handlers(None)
 
 
 def plain(value: Any) -> Any:

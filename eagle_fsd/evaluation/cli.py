@@ -9,15 +9,10 @@ from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 
-from eagle_fsd.core.checks import (
-    EXIT_BROKEN_PIPE,
-    discard_stdout,
-    one_line,
-    outlive_stderr,
-    report_interrupt,
-    require_integer,
-)
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.devices import ran_out_of_memory
+from eagle_fsd.core.process.signals import EXIT_BROKEN_PIPE, report_interrupt
+from eagle_fsd.core.process.streams import discard_stdout, outlive_stderr
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.tasks.base import require_range

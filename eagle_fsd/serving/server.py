@@ -10,7 +10,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from eagle_fsd.core.checks import tell
+from eagle_fsd.core.process.streams import tell
 from eagle_fsd.serving.delivery import GRACE
 from eagle_fsd.serving.entry.gate import HttpProtocol
 

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.cli.ranks import in_silence
-from eagle_fsd.core.checks import flag_of, one_line, outlive_stderr, report_interrupt, require_integer
+from eagle_fsd.core.checks import flag_of, one_line, require_integer
 from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
+from eagle_fsd.core.process.signals import report_interrupt
+from eagle_fsd.core.process.streams import outlive_stderr
 from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.runtime.ranks import rank_by_environment
 from eagle_fsd.training.data.examples import Example, check_rows, load_examples, require_cut

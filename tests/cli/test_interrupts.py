@@ -41,7 +41,7 @@ AT_WORK = {
     "eval/repeating_prompts": (f"{EVAL}.repeating_prompts:repeating_prompts", f"--data x {ROWS}"),
     "eval/report": (f"{EVAL}.commands.report:read_raw_rows", f"--rows x {OUT}"),
     "eval/score": (f"{EVAL}.commands.score:score_file", "--rows x"),
-    "eval/serving_speed": (f"{EVAL}.serving.race_command:gguf_file", f"{PROMPTS} {OUT}"),
+    "eval/serving_speed": (f"{EVAL}.serving.race_command:gguf_file", f"{PROMPTS} {OUT} -- --total-tokens 8"),
     "eval/soak": (f"{EVAL}.serving.soak_command:started", OUT),
     "eval/speed": (f"{EVAL}.commands.speed:race", f"{PROMPTS} {OUT} --methods lossless"),
     "eval/sweep": (f"{EVAL}.commands.sweep:run", f"{PROMPTS} {ROWS}"),

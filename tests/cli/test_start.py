@@ -11,7 +11,7 @@ import pytest
 
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.cli.start import load_model
-from eagle_fsd.core.checks import without_collector
+from eagle_fsd.core.process.collector import without_collector
 
 
 @pytest.mark.parametrize("was_on", [True, False])

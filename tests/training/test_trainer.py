@@ -33,7 +33,7 @@ from support.training_world import (
 )
 from torch import Tensor
 
-from eagle_fsd.core.checks import ENDING
+from eagle_fsd.core.process.signals import ENDING
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.atomic import write_atomically

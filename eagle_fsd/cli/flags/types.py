@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from eagle_fsd.core.checks import EXIT_USAGE
 from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
+from eagle_fsd.core.process.signals import EXIT_USAGE
 
 AUTO = "auto"
 # The names in acceptance.planned, acceptance.divergence, acceptance.rule_names and drafting.drafter, repeated

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_fsd.core.checks import report_interrupt
+from eagle_fsd.core.process.signals import report_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from eagle_fsd import hub
 from eagle_fsd.acceptance.divergence import tv
-from eagle_fsd.core.checks import EXIT_INTERRUPTED
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.process.signals import EXIT_INTERRUPTED
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.measure.memory import memory

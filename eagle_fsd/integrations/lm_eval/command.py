@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from eagle_fsd.cli.mistakes import report_mistake
-from eagle_fsd.core.checks import report_interrupt
+from eagle_fsd.core.process.signals import report_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from eagle_fsd.core.checks import one_line, without_collector
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.process.collector import without_collector
 from eagle_fsd.serving.errors import ApiError, wrong_value
 
 LONGEST_PLACE, LONGEST_NUMBER = 200, 60  # characters of a message

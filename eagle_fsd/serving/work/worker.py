@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from eagle_fsd.core.checks import one_line, tell
+from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import release_freed_memory
+from eagle_fsd.core.process.streams import tell
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
 from eagle_fsd.decoding.request import Text

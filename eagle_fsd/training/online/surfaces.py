@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from eagle_fsd.cli.flags.types import AUTO
-from eagle_fsd.core.checks import one_line, tell
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.process.streams import tell
 from eagle_fsd.files.places import require_new_folder
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
-from eagle_fsd.core.checks import ENDING
+from eagle_fsd.core.process.signals import ENDING
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
