@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 
+from eagle_fsd.cli.flags.parser import new_parser
 from eagle_fsd.files.atomic import cache_folder, read_records
 from eagle_fsd.files.kept_folders import folder_size
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
@@ -20,12 +21,12 @@ from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS
 ALL, MEASUREMENTS = "all", "measurements"
 
 
+DESCRIPTION = """\
+Show what eagle_fsd keeps on disk, by default in ~/.cache/eagle_fsd; EAGLE_FSD_CACHE names another folder."""
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle_fsd.storage",
-        description="Show what eagle_fsd keeps on disk, by default in ~/.cache/eagle_fsd; EAGLE_FSD_CACHE "
-        "names another folder.",
-    )
+    parser = new_parser("storage", DESCRIPTION)
     parser.add_argument(
         "--clear",
         nargs="?",

@@ -21,9 +21,9 @@ WINGS = [
     {"hub"},
     {"autotune"},
     {"engine"},
-    {"cli", "evaluation", "storage"},
+    {"cli", "evaluation"},
     {"training"},  # which measures the heads that it trains
-    {"generate", "chat", "serving"},
+    {"generate", "chat", "storage", "serving"},
     {"serve"},
     {"__main__"},
     {"integrations"},  # other programs' ways to reach all of this

@@ -50,6 +50,15 @@ def test_what_is_kept_can_be_cleared(
     assert shown(capsys, "--clear") == f"{kept}: nothing is kept\n" == shown(capsys)
 
 
+def test_a_wrong_flag_gets_one_line(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in ((["--claer"], "--claer"), (["--clear", "it"], "'it'"), (["x"], "x")):
+        with pytest.raises(SystemExit) as ended:
+            storage.main(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and words in line and "storage: error: " in line
+    assert "trees.json: 2" in shown(capsys), "and nothing was deleted"
+
+
 def test_a_folder_that_vanishes_while_all_are_listed_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

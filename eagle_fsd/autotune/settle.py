@@ -74,6 +74,7 @@ class Settler:
         self.tokenizer, self.folder = tokenizer, folder
         self._postponed: tuple[Any, ...] | None = None  # what a tree is to be chosen for, see AutoTree.later
         self._chooser: TreeChooser | None = None
+        self._told: set[str] = set()  # what was said about budgets
         self._identity: tuple[Any, dict[str, Any]] | None = None  # and the state of the weights then
         self._choosing = threading.Lock()  # concurrent measurements would slow each other down
 
@@ -126,6 +127,8 @@ class Settler:
         prompts: Sequence[Sequence[int]] = (),
     ) -> Choice:
         """Choose the draft tree with the most tokens per second; see EagleFSD.choose_tree."""
+        if not isinstance(wanted, AutoTree):
+            raise ValueError(f"wanted is {wanted!r}: it must be an AutoTree, such as AutoTree(depth=5)")
         chooser = self._chooser_of(wanted)
         with self._choosing:
             choice = chooser(wanted, partial(self._texts, prompts), rule, sampling, batch, context)
@@ -245,28 +248,35 @@ class Settler:
         wanted: AutoThreshold | None = None,
         tree: TreeConfig | None = None,
     ) -> None:
-        """Log in what a text differs from those that a calibration was made with."""
+        """Log once in what texts differ from those that a calibration was made with."""
         if tree is not None and found.fitting(wanted, None) and not found.fitting(wanted, tree):
-            logger.warning(
+            self._tell(
+                logging.WARNING,
                 "the quality budget was measured with trees of %s: with %s a text may change more; take that "
                 "tree, or measure this one with eval/calibrate.py --tree %s",
                 *(found.tree, tree, tree),
             )
         if found.sampling != sampling:
-            logger.warning(
+            self._tell(
+                logging.WARNING,
                 "no calibration at %s: the threshold is that of %s, the next warmer sampling that was "
                 "measured, which moves more as a rule; eval/calibrate.py --sampling %s measures this one",
                 *(format_sampling(one) for one in (sampling, found.sampling, sampling)),
             )
         made_in, mine = found.weight_format, self.target.weight_format
         if made_in != mine:  # the shipped head's budgets held in another format, too: see docs/quality.md
-            logger.info(
+            self._tell(
+                logging.INFO,
                 "the quality budget was measured with weights in %s, and these are in %s: what a threshold "
                 "costs may differ a little; eval/calibrate.py --weight-format %s measures it",
-                made_in,
-                mine,
-                mine,
+                *(made_in, mine, mine),
             )
+
+    def _tell(self, level: int, message: str, *parts: object) -> None:
+        text = message % parts
+        if text not in self._told:
+            self._told.add(text)
+            logger.log(level, "%s", text)
 
     def identity(self) -> dict[str, Any]:
         """Return a fingerprint of this target and drafter. The first call reads all of the drafter's weights.

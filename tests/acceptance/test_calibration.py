@@ -540,6 +540,7 @@ def test_a_budget_holds_for_the_tree_of_the_text(
     def rule_with(tree: TreeConfig | AutoTree | None, *known: Calibration) -> AcceptanceRule:
         caplog.clear()
         write_calibrations(tmp_path / FILE, known)
+        model.settler._told.clear()
         return model.generate(prompts_of([5]), rule=AutoThreshold(0.04), tree=tree, **sampling).rule
 
     warned = "a text may change more"
@@ -581,6 +582,18 @@ def test_a_budget_holds_for_the_tree_of_the_text(
     assert rule_with(AutoTree(depth=5), small_plan, large_plan) == larger_plan and warned not in caplog.text
     sure = replace(large_plan, tree=replace(large, min_confidence=0.1))
     assert rule_with(AutoTree(depth=5), sure) == larger_plan and warned in caplog.text
+
+
+def test_what_differs_from_a_budgets_texts_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = engine()
+    model.settler.folder = tmp_path
+    write_calibrations(tmp_path / FILE, [a_calibration(model)])
+    asked = {"rule": AutoThreshold(0.04), "top_k": 20, "top_p": 0.95, "max_new_tokens": 2}
+    for nodes, temperature, warnings in ((7, 0.9, 1), (7, 0.9, 1), (6, 0.9, 2), (7, 0.8, 3), (6, 0.8, 3)):
+        model.generate(prompts_of([5]), tree=TreeConfig(nodes, 3, 3), temperature=temperature, **asked)
+        assert len(caplog.records) == warnings
 
 
 def test_a_tree_takes_the_rule_with_the_nearest_tree() -> None:

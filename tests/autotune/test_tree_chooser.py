@@ -270,6 +270,12 @@ def test_a_rule_without_a_name_is_measured_and_not_remembered(measured: list[str
     assert len(json.loads(cache_file().read_text(encoding="utf-8"))) == 1, "the times of the forwards"
 
 
+def test_a_tree_that_is_given_is_no_choice(measured: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"wanted is TreeConfig\(.*\): it must be an AutoTree"):
+        choose(engine(), wanted=TreeConfig(8, 3, 2))
+    assert not measured
+
+
 # --- a busy machine ---
 
 

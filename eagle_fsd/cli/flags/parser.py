@@ -36,7 +36,7 @@ A threshold belongs to its divergence: 0.3 means something else in js than in re
 scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
 
 
-def new_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
+def new_parser(module: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
     """Return a parser for `python -m eagle_fsd.MODULE`, or for the `eagle-fsd` command that runs it."""
     name = Path(sys.argv[0]).stem
     parser = OneLineParser(
