@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.checks import require_choice, require_integer
+from eagle_fsd.core.checks import require_boolean, require_choice, require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
 from eagle_fsd.core.long_rows import first_largest, logsumexp
 from eagle_fsd.core.padding import on_device
@@ -233,7 +233,16 @@ class AcceptanceRule(Protocol):
 def choices_of(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor | None, Tensor | None]:
     """Return a rule's chances and its weak children: [B, N] each, or None."""
     found = rule.chances(verified)
-    return found if isinstance(found, Choices) else (found, None)
+    chances, weak = found if isinstance(found, Choices) else (found, None)
+    wanted = verified.tree.tokens.shape
+    for name, one in (("chances", chances), ("weak children", weak)):
+        if one is not None and getattr(one, "shape", None) != wanted:
+            given = f"of shape {list(one.shape)}" if hasattr(one, "shape") else type(one).__name__
+            raise ValueError(
+                f"the {name} of {type(rule).__name__} are {given}: they must be a tensor {list(wanted)}, one "
+                "value for each node [B, N]; return None to follow none"
+            )
+    return chances, weak
 
 
 @dataclass(frozen=True)
@@ -249,6 +258,9 @@ class Lossless:
     max_consecutive: ClassVar[int | None] = None
     exact_prefix: ClassVar[int] = 0
     exact: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_boolean("share_noise", self.share_noise)
 
     def chances(self, verified: Verified) -> None:
         return None

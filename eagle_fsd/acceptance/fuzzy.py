@@ -19,7 +19,7 @@ from eagle_fsd.acceptance.accept import (
 )
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.acceptance.planned import COSTS, planned_chances
-from eagle_fsd.core.checks import require_choice, require_number
+from eagle_fsd.core.checks import require_boolean, require_choice, require_number
 from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, AutoThreshold, Kind, require_bound
 
 
@@ -84,6 +84,7 @@ class Fuzzy:
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         require_number("price", self.price, 0.0, math.inf, "0 turns planning off, 1.5 is usual")
         require_choice("cost", self.cost, COSTS)
+        require_boolean("exact_eos", self.exact_eos)
         if self.price and self.child != "draft":
             raise ValueError(
                 f"child is {self.child!r} with a price of {self.price:g}: the plan chooses the child; leave "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang, Typical
+from eagle_fsd.core.checks import format_value, plain
 
 RULES: dict[str, type[Any]] = {
     "lossless": Lossless,
@@ -22,7 +24,6 @@ RULES: dict[str, type[Any]] = {
     "fly": FLy,
     "fsd_paper": PublishedFSD,
 }
-NAMES = {rule: name for name, rule in RULES.items()}
 
 
 def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
@@ -43,16 +44,32 @@ def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
 def describe(rule: AcceptanceRule) -> dict[str, Any]:
     """Return a rule's name and fields as JSON values; an infinite number becomes "inf".
 
-    A `Lossless` rule with its default fields is its name alone.
+    A rule that is not in RULES has the name of its class. A `Lossless` rule with its default fields is its
+    name alone.
     """
-    fields = {
-        field.name: getattr(rule, field.name)
-        for field in dataclasses.fields(rule)  # type: ignore[arg-type]
-        if rule != Lossless()
-    }
-    return {"name": NAMES[type(rule)]} | {
-        key: "inf" if value == math.inf else value for key, value in fields.items()
-    }
+    name = next((name for name, kind in RULES.items() if kind is type(rule)), type(rule).__name__)
+    if rule == Lossless():
+        return {"name": name}
+    own = [field.name for field in fields_of(rule)] or getattr(rule, "__dict__", {})
+    return {"name": name} | {key: json_value(getattr(rule, key)) for key in own}
+
+
+def fields_of(rule: AcceptanceRule) -> Sequence[dataclasses.Field[Any]]:
+    """Return the fields of a rule; a rule of a user's own may be no dataclass, and has none then."""
+    return dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
+
+
+def json_value(value: object) -> Any:
+    """Return a field's value as JSON holds it: numpy's numbers as Python's, and "inf" for an infinite one.
+
+    Anything that JSON has no value for becomes its repr.
+    """
+    value = plain(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return list(map(json_value, value)) if isinstance(value, (list, tuple)) else format_value(value)
 
 
 def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
@@ -64,7 +81,8 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
     """
     if getattr(rule, "exact", False) and not isinstance(rule, Lossless):
         rule = Lossless()
-    described, usual = describe(rule), describe(type(rule)())
+    described = describe(rule)
+    usual = {field.name: json_value(field.default) for field in fields_of(rule)}
     fields = {"rule": described.pop("name")}
     fields |= {key: described.pop(key, None) for key in ("threshold", "divergence", "mode")}
     if isinstance(rule, Lossless):

@@ -103,6 +103,12 @@ def require_number(name: str, value: object, low: float, high: float, remedy: st
         raise ValueError(f"{name} is {format_value(value)}: it must be a number {span}; {remedy}")
 
 
+def require_boolean(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False: anything else, such as "no", would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {format_value(value)}: it must be True or False; choose one")
+
+
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.stubs import generator, random_tree
@@ -268,6 +270,68 @@ def test_a_rule_is_what_was_written_down_of_it(rule: AcceptanceRule) -> None:
         assert (short["price"], short["cost"]) == (rule.price, rule.cost)
     said = {key: math.inf if value == "inf" else value for key, value in short.items() if value is not None}
     assert build_rule(said.pop("rule"), **said) == rule and len(short) < len(describe(Fuzzy()))
+
+
+@dataclass(frozen=True)
+class Own:
+    """A rule of a user's own, whose first field has no default."""
+
+    share: float
+    sizes: tuple[int, ...] = ()
+    judge: Callable[[float], float] | None = None
+    mode: str = "hybrid"
+    max_consecutive: int | None = None
+    exact_prefix: int = 0
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        return torch.full((3,), self.share)
+
+
+class Bare:
+    """A rule that is no dataclass, with one attribute of its own."""
+
+    mode, max_consecutive, exact_prefix = "paper", None, 0
+
+    def __init__(self) -> None:
+        self.share = math.inf
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        return None
+
+
+def test_a_users_own_rule_is_reported_by_its_class_and_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Own(np.float32(0.5), sizes=(1, 2), judge=abs)
+    own = {"share": 0.5, "sizes": [1, 2], "judge": "<built-in function abs>"}
+    usual = {"mode": "hybrid", "max_consecutive": None, "exact_prefix": 0}
+    assert json.loads(json.dumps(describe(rule))) == {"name": "Own", **own, **usual}
+    shown = {"threshold": None, "divergence": None, "mode": "hybrid"}
+    assert json.loads(json.dumps(rule_fields(rule))) == {"rule": "Own", **shown, **own}
+    assert describe(Bare()) == {"name": "Bare", "share": "inf"}
+    assert rule_fields(Bare()) == {"rule": "Bare", **shown, "mode": None, "share": "inf"}
+    monkeypatch.setitem(RULES, "own", Own)
+    assert describe(rule)["name"] == "own"
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_reported_as_plain_ones(number: type[Any]) -> None:
+    rule = Fuzzy(number(1), max_consecutive=np.int64(2))
+    assert json.dumps(describe(rule)) == json.dumps(describe(rule) | {"threshold": number(1).item()})
+    assert json.loads(json.dumps(rule_fields(rule)))["max_consecutive"] == 2
+
+
+@pytest.mark.parametrize("value", ["no", 1, None], ids=repr)
+@pytest.mark.parametrize("name", [name for name in RULES if name != "fsd_paper"])
+def test_a_switch_of_a_rule_is_true_or_false(name: str, value: object) -> None:
+    switch = "share_noise" if name == "lossless" else "exact_eos"
+    with pytest.raises(ValueError, match=f"{switch} is {value!r}: it must be True or False; choose one"):
+        build_rule(name, **{switch: value})
+
+
+def test_chances_of_a_wrong_shape_are_refused_in_one_line() -> None:
+    verified, emitted = case(5, GREEDY), torch.zeros(6, dtype=torch.int64)
+    line = r"the chances of Own are of shape \[3\]: they must be a tensor \[6, 11\], .*; return None to"
+    with pytest.raises(ValueError, match=line):
+        accept(Own(0.5), verified, RowRandom(0, 6), emitted)
 
 
 @pytest.mark.parametrize("rule", [Fuzzy(0.0), Fuzzy(math.inf, price=math.inf), SGLang(1.0, 1.0)], ids=str)
