@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,7 +474,7 @@ def test_what_cannot_be_compared_is_said(
 ) -> None:
     """Records of older versions say less, and a folder's name does not say which target is in it."""
     (runs / "run" / "exports.jsonl").unlink()
-    record(runs, base_model=None)
+    record(runs, base_model=None, run=None)
     rows = [json.loads(line) for line in (runs / "tau.jsonl").read_text().splitlines()]
     old = [{name: row[name] for name in row if name != "head"} | {"base_model": str(runs)} for row in rows]
     (runs / "tau.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
@@ -522,6 +523,10 @@ def test_what_cannot_be_compared_is_said(
             r"/head has the weights \w+, and .*/run exported \w+: .*; name that one with --run",
         ),
         (
+            lambda runs: (runs / "run" / "exports.jsonl").unlink(),
+            "/run has exported no head, so .*/head is not of it: .*; name that one with --run, or export",
+        ),
+        (
             lambda runs: record(runs, best_step=9),
             "/head is of step 7 of .*/run, whose record is of step 9: .* has trained on since; export again",
         ),
@@ -555,6 +560,20 @@ def test_records_of_another_head_or_target_make_no_card(
     with pytest.raises(SystemExit, match=f"publish: .*{message}") as error:
         run(runs, monkeypatch)
     assert "\n" not in str(error.value) and not (runs / "out").exists()
+
+
+def test_a_card_names_its_target_by_a_hub_id(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way the target is named; a folder's path is not published."""
+    line = re.escape(f"base_model is {str(runs)!r}: a card names the target by its Hub id OWNER/NAME, not")
+    with pytest.raises(SystemExit, match=line) as error:
+        run(runs, monkeypatch, "--dry-run", "--base-model", str(runs))
+    assert "\n" not in str(error.value) and not (runs / "out").exists()
+    run(runs, monkeypatch, "--dry-run", "--base-model", "owner/target@main")
+    assert ModelCard.load(runs / "out" / "README.md").data.base_model == "owner/target"
+    record(runs, base_model="smollm2-135m")
+    rows_of(runs, {"base_model": "smollm2-135m"})
+    run(runs, monkeypatch, "--dry-run", "--base-model", "smollm2-135m")
+    assert "--base-model HuggingFaceTB/SmolLM2-135M-Instruct " in (runs / "out" / "README.md").read_text()
 
 
 def test_a_repository_may_bring_code_for_hugging_faces_generate(

@@ -25,6 +25,7 @@ from eagle_fsd.hub.head_checkpoint import read_config
 from eagle_fsd.training.cli import run_command
 from eagle_fsd.training.run.card_calibrations import read_own
 from eagle_fsd.training.run.card_records import (
+    card_target,
     compare_run,
     compare_target,
     compare_tau,
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    output = args.output or args.head.parent / "publish"
+    output, base_model = args.output or args.head.parent / "publish", card_target(args.base_model)
     require_room("--output", output, output.parent)  # where the repository is made before it is moved
     rows = summed_up(read_tau(args.tau))
     refuse_mixed_rows(rows, args.tau)
@@ -77,10 +78,10 @@ def run(args: argparse.Namespace) -> None:
     for unknown in (
         *compare_tau(args.head, args.tau, rows),
         *compare_run(args.head, args.run, training),
-        *compare_target(args.base_model, targets),
+        *compare_target(base_model, targets),
     ):
         logger.warning("not compared: %s", unknown)
-    about = (args.base_model, args.license, args.data)
+    about = (base_model, args.license, args.data)
     card = Card(*about, training, rows, table(rows), config, args.custom_generate, own)
     folder = write_repository(args.head, card, args.repo_id, output)
     if warning := bias_warning(folder):

@@ -119,6 +119,11 @@ def compare_run(head: Path, run: Path, training: Mapping[str, Any]) -> list[str]
     own = {weights, read_config(head, "draft head").get(FOLDED_FROM)}
     exports = exports_of(run, training.get("run"))
     steps = [export["step"] for export in exports if export[WEIGHTS] in own]
+    if not exports and training.get("run") is not None:
+        raise ValueError(
+            f"{run} has exported no head, so {head} is not of it: the run must be the one that trained the "
+            "head; name that one with --run, or export its head with --export"
+        )
     if not exports:
         return [f"{run} does not say which heads it exported: export the head again to be sure"]
     if not steps:
@@ -142,12 +147,25 @@ def compare_target(base_model: str, names: Iterable[tuple[Path, str | None]]) ->
             unknown.append(f"{origin} does not say which target it is of")
         elif (known := hub_id(name)) is None:
             unknown.append(f"{origin} is of {name!r}: nothing says whether that is {base_model!r}")
-        elif known.lower() != (hub_id(base_model) or base_model).lower():
+        elif known.lower() != base_model.lower():
             raise ValueError(
                 f"base_model is {base_model!r}, and {origin} is of {name!r}: a card must be of one target; "
                 "name the one that the head was made for with --base-model"
             )
     return unknown
+
+
+def card_target(name: str) -> str:
+    """Return the Hub id by which a card names its target, without a revision.
+
+    Raises ValueError for a folder or a file: nobody else has it, and its path may be private.
+    """
+    if (found := hub_id(name)) is None and not HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"base_model is {name!r}: a card names the target by its Hub id OWNER/NAME, not by a place on "
+            "this machine; give the id that the target has there"
+        )
+    return found or name.partition("@")[0]
 
 
 def drafted_tokens(config: Mapping[str, Any]) -> int | None:
