@@ -149,11 +149,12 @@ class Chat:
                 f"the chat has {length} tokens with this message: at most {most} are read; shorten the "
                 "message, or forget the chat with /reset"
             )
+        whole = input_ids.new_ones(input_ids.shape)  # all of it is text, a pad token in the template too
         written = StreamedText(self.model.tokenizer, options.stops)
         answer: Answer | None = None
         try:
             with defer_interrupt() as stop, end_line(self.out, lambda: bool(answer and answer.token_ids)):
-                stream = self.model.stream(input_ids, options=options)
+                stream = self.model.stream(input_ids, whole, options)
                 self.trees[setting] = stream.tree
                 answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)
                 answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None

@@ -73,8 +73,9 @@ def answer_prompt(
     """
     from eagle_fsd.text.streamed import StreamedText
 
+    whole = input_ids.new_ones(input_ids.shape)  # all of it is text, a pad token in a chat template too
     with raise_user_errors():
-        stream = model.stream(input_ids, options=options)  # measures the tree if it is auto
+        stream = model.stream(input_ids, whole, options)  # measures the tree if it is auto
     answer = Answer.of(input_ids.shape[1], stream.stats, stream, options)
     if stream.seed is not None:
         answer.seed = "/".join(map(str, options.seed[0]))
@@ -113,7 +114,7 @@ def answer_prompt(
         out.flush()
     if args.baseline and not answer.interrupted:
         try:
-            output = model.target_alone(input_ids, options=for_target_alone(options))
+            output = model.target_alone(input_ids, whole, for_target_alone(options))
             answer.baseline, answer.baseline_ids = output.stats[0], output.new_tokens[0]
         except KeyboardInterrupt:
             answer.interrupted = True

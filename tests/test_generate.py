@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support.full_disk import FullDisk
+from support.tiny_engine import chat_ids, new_engine, text_alone
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +34,7 @@ from eagle_fsd import (
     NonFiniteLogits,
     TreeConfig,
     Typical,
+    chat,
     generate,
 )
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, RelaxedTopK, SGLang
@@ -88,7 +90,10 @@ class ScriptedModel:
         self.during = lambda step: None
         self.settler = SimpleNamespace(measure_postponed=lambda: False)
 
-    def stream(self, input_ids: torch.Tensor, options: GenerationOptions) -> SimpleNamespace:
+    def stream(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions
+    ) -> SimpleNamespace:
+        assert mask.all()
         self.calls.append(("stream", self.tokenizer.decode(input_ids[0].tolist()), vars(options)))
         stats = GenerationStats()
         seed = None if options.sampling.greedy else options.seed
@@ -107,7 +112,9 @@ class ScriptedModel:
     def generate(self, input_ids: torch.Tensor, options: GenerationOptions) -> None:
         self.calls.append(("generate", "", vars(options)))
 
-    def target_alone(self, input_ids: torch.Tensor, options: GenerationOptions) -> SimpleNamespace:
+    def target_alone(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None = None, options: Any = None
+    ) -> SimpleNamespace:
         self.calls.append(("target_alone", "", vars(options)))
         ids = self.ids[: options.max_new_tokens]
         stats = GenerationStats(steps=len(ids), new_tokens=len(ids), seconds=2.0 * len(ids))
@@ -142,6 +149,22 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 # -- text and streaming ----------------------------------------
+
+
+@pytest.mark.parametrize("program", [generate, chat], ids=["generate", "chat"])
+def test_a_pad_token_in_a_chat_template_is_text(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise an answer would be to a part of the prompt, and another one in a batch or from the server."""
+    engine, prompt = new_engine(), chat_ids()
+    engine.target.held.generation_config.pad_token_id = prompt[1]
+    monkeypatch.setattr(program, "load_model", lambda args: engine)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    argv = ["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--max-new-tokens", "15"]
+    assert program.main([*argv, *(["--baseline", "Hi"] if program is generate else [])]) == 0
+    said, told = capsys.readouterr()
+    assert said == text_alone(prompt, max_new_tokens=15) + "\n"
+    assert program is chat or "the same text" in told
 
 
 def test_text_goes_to_stdout_and_one_line_to_stderr(
@@ -875,10 +898,10 @@ def test_models_and_devices_that_are_not_there(
 def test_what_the_engine_refuses_is_a_mistake(
     model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(input_ids: torch.Tensor, **_options: object) -> None:
+    def refuse(input_ids: torch.Tensor, *options: Any) -> None:
         if input_ids.shape[1] > 4:
             raise ValueError("the prompt has 6 tokens:\n  at most 4 fit")
-        return scripted(input_ids, **_options)
+        return scripted(input_ids, *options)
 
     scripted = model.stream
     monkeypatch.setattr(model, "stream", refuse)
