@@ -151,7 +151,7 @@ def test_mistakes_of_a_user_are_one_line(world: World) -> None:
     hub.save_eagle3_head(eagle3_head(0, lm_head=False, draft_vocab_size=VOCAB), world.folder / "bare", 2)
     for message, options in {
         r"taps are 1,2,2 without --eagle3: .*": {"more": "--taps 1,2,2", "eagle3": ""},
-        r"taps are 2,1,-1: they must be between 1 and .*\(2\); name others with --taps": {},
+        r"the usual taps are 2,1,-1: they must be between 1 and .*\(2\); name others with --taps": {},
         r"features in .*plain have no taps: .*--taps 1,2,2": {"more": "--taps 1,2,2", "shards": "plain"},
         r"features in .*have the taps \[1, 2, 2\]: .*--taps 1,1,2": {"more": "--taps 1,1,2"},
         r"noise is 0\.1 with --eagle3: .*leave --noise out": {"more": "--noise 0.1"},

@@ -548,7 +548,7 @@ def test_mistakes_of_a_user_are_one_line_before_a_model_is_loaded(
         r"threads is -1: .*": {"more": "--threads -1"},
         r"softmax_tokens is 0: .*": {"more": "--softmax-tokens 0"},
         r"intermediate_size is 0: .*": {"more": "--intermediate-size 0"},
-        r"max_length is 2; it must be at least 3 .*": {"more": "--max-length 2"},
+        r"max_length is 2: it must be at least 3, .*; raise --max-length": {"more": "--max-length 2"},
         r"rows is 5: it is of files of --data and --text, .*; leave --rows out": {
             "data": "--shards {} --rows 5"
         },

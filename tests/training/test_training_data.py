@@ -185,7 +185,9 @@ def test_pairs_of_every_kind_are_turns(row: dict[str, Any], turns: list[dict[str
     ],
 )
 def test_a_malformed_pair_is_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"here: turns must be a list .*; remove the row"):
+    with pytest.raises(
+        ValueError, match=r"here: turns must be a list .*, and both sides of a pair must be .*; "
+    ):
         turns_of(row, "here")
 
 
@@ -251,7 +253,7 @@ def test_a_chat_teaches_its_answers_before_a_call_of_a_tool(
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ([{"from": "human"}], "here: turns must be .* 'role' and 'content', or 'from' and 'value'; remove"),
+        ([{"from": "human"}], "here: turns must be .* 'role' and 'content', or 'from' and 'value', and"),
         ([{"value": "hi"}], "here: turns must be"),
         ([{"from": "human", "content": "hi"}], "here: turns must be"),
         (["hi"], "here: turns must be"),

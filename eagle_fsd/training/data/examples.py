@@ -90,7 +90,7 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
         if turn is None:
             raise ValueError(
                 f"{where}: turns must be a list of objects with strings 'role' and 'content', or 'from' and "
-                "'value'; remove the row"
+                "'value', and both sides of a pair must be texts or such lists; remove the row"
             )
         made.append(turn)
     return made
@@ -290,7 +290,8 @@ def require_cut(max_length: int, limit: int | None) -> None:
     """Raise ValueError unless something can be learned from rows of this length, this many of a file."""
     if max_length < 3:
         raise ValueError(
-            f"max_length is {max_length}; it must be at least 3 (a feature, a token and a prediction)"
+            f"max_length is {max_length}: it must be at least 3, for a feature, a token and a prediction; "
+            "raise --max-length"
         )
     if limit is not None:
         require_integer("rows", limit, 1, "change --rows")

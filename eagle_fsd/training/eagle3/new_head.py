@@ -25,8 +25,9 @@ def choose_taps(target: TargetModel, taps: Sequence[int] | None) -> tuple[int, .
     layers = target.config.num_hidden_layers
     chosen = default_taps(layers) if taps is None else tuple(taps)
     if not all(1 <= tap <= layers for tap in chosen):
+        what = "the usual taps" if taps is None else "taps"
         raise ValueError(
-            f"taps are {','.join(map(str, chosen))}: they must be between 1 and the target's number of "
+            f"{what} are {','.join(map(str, chosen))}: they must be between 1 and the target's number of "
             f"layers ({layers}); name others with --taps"
         )
     target.admit_taps(chosen)
