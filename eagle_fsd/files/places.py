@@ -15,6 +15,10 @@ def require_file(option: str, path: Path) -> None:
         raise ValueError(f"{option} names {path}: rows are written uncompressed; name a file without .gz")
     if is_folder(path):
         raise ValueError(f"{option} names {path}, which is a folder: it must be a file; name one inside it")
+    if is_special(path):  # which a finished file would replace
+        raise ValueError(
+            f"{option} names {path}, which is a device or a pipe: it must be a file; name another one"
+        )
     require_room(option, path, path.parent)
 
 
@@ -45,5 +49,13 @@ def is_folder(path: Path) -> bool:
     """Return whether there is a folder of this path; False where that cannot be seen."""
     try:
         return path.is_dir()
+    except OSError:
+        return False
+
+
+def is_special(path: Path) -> bool:
+    """Return whether there is a device, a pipe or a socket of this path; False where that cannot be seen."""
+    try:
+        return path.exists() and not (path.is_file() or path.is_dir())
     except OSError:
         return False

@@ -42,6 +42,18 @@ def test_a_place_that_may_not_be_written_is_refused(
         require("--output", tmp_path / "x")
 
 
+def test_a_device_or_a_pipe_is_no_place_for_rows(tmp_path: Path) -> None:
+    """A file that is written as a whole would take its place, and rows that are appended are read again."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link, Path(os.devnull)):
+        with pytest.raises(
+            ValueError, match=r"^--output names .*, which is a device or a pipe: it must be a"
+        ):
+            require_file("--output", path)
+
+
 def test_what_is_there_decides(tmp_path: Path) -> None:
     """A file may be replaced and a folder filled, not the other way round; a new folder must be new."""
     file, folder = tmp_path / "file", tmp_path / "folder"

@@ -524,13 +524,17 @@ def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch
         gather_prompts([], "owner/set")
 
 
-def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(tmp_path: Path) -> None:
+def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     held = tmp_path / "held.jsonl"
     held.write_text(
         '{"turns": ["Please say: one two three four five six seven eight!"]}\n{"prompt": "Why?"}\n'
     )
     prompts = ["One two, three four five six SEVEN eight nine", "one two three four", "why", "Why not?"]
     assert without_overlap(prompts, [held]) == ["one two three four", "Why not?"]
+    assert caplog.messages[-1].endswith(f" prompts left out: they overlap with {held}")
     assert without_overlap(prompts, []) == prompts
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "why not"}]
     later = {"messages": [*turns, {"role": "user", "content": "One two three four"}]}

@@ -100,7 +100,7 @@ def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
     banned = banned_runs(files)
     kept = [prompt for prompt in prompts if not overlap(prompt, banned)]
     if len(kept) < len(prompts):
-        logger.info(
-            "%d of %d prompts left out: they overlap with %s", len(prompts) - len(kept), len(prompts), files
-        )
+        names = ", ".join(map(str, files))
+        left_out = len(prompts) - len(kept)
+        logger.info("%d of %d prompts left out: they overlap with %s", left_out, len(prompts), names)
     return kept
