@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.loading import target as target_module
-from eagle_fsd.hub.loading.options import LoadOptions
+from eagle_fsd.hub.loading.options import ASKED, SWITCHES, LoadOptions
 
 
 def test_only_one_way_to_draft_may_be_asked_for() -> None:
@@ -74,3 +75,15 @@ def test_a_dtype_that_is_emulated_is_warned_of(
     with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
         EagleFSD.from_pretrained(tmp_path, "none", dtype=dtype)
     assert ("dtype is bfloat16, which this device emulates" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, *ASKED])
+def test_a_switch_is_true_or_false(name: str) -> None:
+    """A word would count as True: trust_remote_code="no" would run a Hub model's own code."""
+    with pytest.raises(ValueError, match=f"^{name} is 'no': it must be True or False; choose one$"):
+        LoadOptions(**{name: "no"})
+    assert getattr(LoadOptions(**{name: True}), name) is True
+
+
+def test_first_layers_are_counted_by_a_plain_integer() -> None:
+    assert type(LoadOptions(draft_layers=np.int64(2)).draft_layers) is int

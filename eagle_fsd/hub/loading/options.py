@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import require_boolean, require_integer
 from eagle_fsd.drafting.drafter import NO_HEAD
 from eagle_fsd.hub.resolve import name_of_source
+
+SWITCHES = ("trust_remote_code", "pack", "graphs", "full_vocabulary", "weights_cache")
+ASKED = ("norm_output", "lookup")  # switches that may be left open
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class LoadOptions:
     tp_plan: "auto" splits the target among the processes that torchrun started, which must then make the
       same calls; see docs/targets-and-heads.md.
 
-    Raises ValueError for a device beside a device_map, and for a draft_model, draft_layers or draft_device
-    that cannot be. The rest is checked when the models are loaded.
+    Raises ValueError for a device beside a device_map, for a draft_model, draft_layers or draft_device that
+    cannot be, and for a switch that is not True or False. The rest is checked when the models are loaded.
     """
 
     dtype: torch.dtype | str | None = None
@@ -72,6 +75,8 @@ class LoadOptions:
     tp_plan: str | None = None
 
     def __post_init__(self) -> None:
+        for name in (*SWITCHES, *(name for name in ASKED if getattr(self, name) is not None)):
+            require_boolean(name, getattr(self, name))
         if self.device is not None and self.device_map is not None:
             raise ValueError(
                 f"device is {str(self.device)!r} with a device_map: the map places the target's layers; "
@@ -83,6 +88,7 @@ class LoadOptions:
             require_integer(
                 "draft_layers", self.draft_layers, 1, "name how many first layers draft, or leave it out"
             )
+            object.__setattr__(self, "draft_layers", int(self.draft_layers))  # numpy's fit no config
         if self.draft_device is not None and self.draft_model is None:
             raise ValueError(
                 f"draft_device is {str(self.draft_device)!r} without a draft model: heads and the target's "

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.core.processing import as_tokens
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.training.batching import collate, features_std, input_sizes, tokens_of_batch
@@ -141,9 +142,17 @@ class HeadAdapter:
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take in a finished text: its prompt's token ids and those that were generated.
 
-        More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped.
+        More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped. Raises ValueError for
+        anything but the target's token ids, and for a prompt of none.
         """
-        text = Example.of_answer(prompt, answer, self.engine.target.eos_token_ids).cut(LONGEST)
+        target = self.engine.target
+        asked, said = as_tokens("prompt", prompt), as_tokens("answer", answer, some=False)
+        if (largest := max((*asked, *said))) >= target.vocab_size:
+            raise ValueError(
+                f"a text has the token {largest}: the target's tokens are 0..{target.vocab_size - 1}; give "
+                "its token ids as they were generated"
+            )
+        text = Example.of_answer(asked, said, target.eos_token_ids).cut(LONGEST)
         if sum(text.learn) <= 1:
             return
         self._new.append(text)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.tiny_models import prompts_of, simple_model, tiny_head, young_head
@@ -261,6 +263,24 @@ def test_the_adapted_head_is_saved_as_a_checkpoint(
     assert [answer(EagleFSD(model.target, again), one) for one in PROMPTS[:3]] == [
         answer(model, one) for one in PROMPTS[:3]
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "line"),
+    [
+        ([], [1], "prompt has an empty sequence"),
+        ("hi", [1], "prompt has 'hi': a token id is an integer"),
+        ([1], "ho", "answer has 'ho': a token id is an integer"),
+        ([1], [1, 999_999], r"a text has the token 999999: the target's tokens are 0\.\.\d+; give its"),
+    ],
+)
+def test_what_is_no_text_is_refused_when_it_is_added(prompt: Any, answer: Any, line: str) -> None:
+    """And not at a later update, which would end a program in the middle of something else."""
+    adapter = HeadAdapter(engine())
+    with pytest.raises(ValueError, match=f"^{line}"):
+        adapter.add(prompt, answer)
+    adapter.add(torch.tensor([1, 2]), np.array([3, 4, 5]))
+    assert adapter._new[0].tokens[:2] == [1, 2] and len(adapter._new) == 1
 
 
 def test_what_cannot_adapt_is_named() -> None:
