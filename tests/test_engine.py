@@ -16,6 +16,7 @@ import typing
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,12 @@ def test_the_type_of_what_is_returned_follows_from_the_argument() -> None:
     told = {one.parameters["return_dict_in_generate"].annotation: one.return_annotation for one in kinds}
     assert told == {"Literal[True]": "GenerationOutput", "Literal[False]": "Tensor"}
     assert isinstance(engine().generate([[1]], max_new_tokens=1, return_dict_in_generate=False), torch.Tensor)
+
+
+@pytest.mark.parametrize("head", ["org/head", TargetModel, 3])
+def test_what_drafts_must_be_a_head_or_a_spec(head: Any) -> None:
+    with pytest.raises(ValueError, match=r"^head is .*: it must be a DraftHead, .* loads one by name"):
+        EagleFSD(engine().target, head)
 
 
 def test_an_engine_says_what_it_is() -> None:
@@ -872,6 +879,14 @@ BAD = {
     "baseline of a negative seed": (lambda: engine().target_alone([[1]], seed=-1), "seed is -1"),
     "baseline of a foreign token": (lambda: engine().target_alone([[VOCAB]]), "input_ids holds 96..96"),
     "rule of text": (generate(rule="fuzzy"), "rule is 'fuzzy': it must be a rule, such as Fuzzy"),
+    "rule without a mode": (
+        generate(rule=SimpleNamespace(chances=None, exact_prefix=0)),
+        r"rule is namespace\(.*\): it has no mode, max_consecutive; give it what an AcceptanceRule has",
+    ),
+    "rule of an unknown mode": (
+        generate(rule=SimpleNamespace(chances=None, exact_prefix=0, max_consecutive=None, mode="hybrd")),
+        "mode is 'hybrd': it must be one of hybrid, paper, swap, first-failure",
+    ),
     "rule that is a class": (generate(rule=Fuzzy), "rule is <class .*: it must be a rule, such as Fuzzy"),
     "tree of text": (generate(tree="16/5/8"), "tree is '16/5/8': it must be a TreeConfig, such as"),
     "no tree": (generate(tree=()), r"tree is \(\): it must be a TreeConfig"),

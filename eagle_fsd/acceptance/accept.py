@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import require_boolean, require_choice, require_integer
-from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
+from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, MODES, PAPER, SamplingConfig
 from eagle_fsd.core.long_rows import first_largest, logsumexp
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import Warped
@@ -290,6 +290,19 @@ def proportional_chances(tree: DraftTree, eligible: Tensor, log_q: Tensor) -> Te
     possible = (weights > -torch.inf).any(-1, keepdim=True)  # a child of q = 0 is never drawn
     # q must be renormalised over the eligible children. A softmax does it without underflow; exp would not.
     return torch.where(possible, torch.where(possible, weights, 0.0).softmax(-1), 0.0).sum(1)
+
+
+def require_rule(rule: object) -> None:
+    """Raise ValueError unless this is an AcceptanceRule."""
+    if isinstance(rule, type) or not hasattr(rule, "chances"):
+        raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
+    fields = ("mode", "max_consecutive", "exact_prefix")
+    if missing := [name for name in fields if not hasattr(rule, name)]:
+        raise ValueError(
+            f"rule is {rule!r}: it has no {', '.join(missing)}; give it what an AcceptanceRule has"
+        )
+    mode, max_consecutive, exact_prefix = (getattr(rule, name) for name in fields)
+    require_guards(mode, max_consecutive, exact_prefix, (*MODES, FIRST_FAILURE))
 
 
 def require_guards(

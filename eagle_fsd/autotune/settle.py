@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, require_rule
 from eagle_fsd.acceptance.calibration import (
     FILE,
     Calibration,
@@ -292,8 +292,7 @@ class Settler:
 
     def require_rule(self, rule: object) -> None:
         """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""
-        if isinstance(rule, type) or not hasattr(rule, "chances"):
-            raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
+        require_rule(rule)
         if not isinstance(rule, (Fuzzy, PublishedFSD)) or rule.exact:
             return
         if self.drafter is not None and self.drafter.sparse:

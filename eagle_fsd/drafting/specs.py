@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec, TappedVerifier
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -20,13 +21,19 @@ def spec_for(
 ) -> DrafterSpec | None:
     """Return the spec that drafts for a target with a head; a spec, or None, as it is.
 
-    A head is copied if it has another device or dtype. Raises ValueError if it does not fit the target.
+    A head is copied if it has another device or dtype. Raises ValueError if it does not fit the target, or is
+    no head.
     """
     if isinstance(head, DraftHead):
         require_fit(head, target)
         return EagleSpec.for_target(place_head(head, target.device, dtype), target)
     if isinstance(head, Eagle3Head):
         return Eagle3Spec.for_target(place_head(head, target.device, dtype), target)
+    if head is not None and (isinstance(head, type) or not hasattr(head, "make")):
+        raise ValueError(
+            f"head is {format_value(head)}: it must be a DraftHead, an Eagle3Head, another DrafterSpec, or "
+            "None; EagleFSD.from_pretrained loads one by name"
+        )
     return head
 
 

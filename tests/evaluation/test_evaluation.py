@@ -95,6 +95,16 @@ def test_comparison_finds_no_difference_in_lossless_texts(engine: EagleFSD) -> N
     assert stats.new_tokens == 5 * NEW_TOKENS
 
 
+def test_a_pad_token_of_a_prompt_is_text_for_the_target_alone_too(
+    engine: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[3, 9, 3, 7, 5]]
+    expected = greedy_alone(engine.target.model, prompts, NEW_TOKENS)
+    monkeypatch.setattr(type(engine.target), "pad_token_id", 3)
+    assert greedy.reference(engine, prompts, NEW_TOKENS) == expected
+    assert engine.target_alone(torch.tensor(prompts), max_new_tokens=NEW_TOKENS).new_tokens != expected
+
+
 def test_comparison_names_every_difference_and_its_gap(engine: EagleFSD) -> None:
     prompts = prompts_of((9, 2, 14))
     expected = greedy.reference(engine, prompts, NEW_TOKENS)

@@ -71,10 +71,12 @@ class Difference(NamedTuple):
 
 def reference(engine: EagleFSD, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """Return the target's own greedy text for every prompt, made one at a time."""
-    return [
-        engine.target_alone(torch.tensor([prompt]), max_new_tokens=max_new_tokens).new_tokens[0]
-        for prompt in tqdm(prompts, desc="Hugging Face generate", unit="prompt")
-    ]
+    texts = []
+    for prompt in tqdm(prompts, desc="Hugging Face generate", unit="prompt"):
+        ids = torch.tensor([prompt])
+        whole = torch.ones_like(ids)  # a pad token of a chat template is text, too
+        texts.append(engine.target_alone(ids, whole, max_new_tokens=max_new_tokens).new_tokens[0])
+    return texts
 
 
 def compare(
