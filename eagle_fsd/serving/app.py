@@ -110,8 +110,7 @@ class Service:
         self.reader.require_few(body)
         choice = await asyncio.to_thread(self.choose, body)
         prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
-        feed, chat = Feed(), isinstance(body, Chat)
-        seed = choice.seed or 0
+        feed = Feed()
         stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
         texts = [prompt for prompt in prompts for _ in range(body.count)]
         jobs = [
@@ -119,8 +118,8 @@ class Service:
                 prompt=prompt,
                 limit=choice.limit,
                 terms=choice.terms,
-                stream=(seed, place),
-                written=StreamedText(self.tokenizer, stops, () if chat else prompt),
+                stream=(choice.stream, place),
+                written=StreamedText(self.tokenizer, stops, prompt if body.goes_on else ()),
                 tell=feed.teller(place),
                 wants_origins=body.wants_origins,
                 top_logprobs=body.top_tokens,

@@ -16,7 +16,7 @@ from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, ru
 from eagle_fsd.core.checks import format_value, one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
-from eagle_fsd.core.randomness.streams import fresh_seed
+from eagle_fsd.core.randomness.streams import SEED_LIMIT, fresh_seed
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.errors import ApiError, of_value, wrong_value
@@ -84,6 +84,11 @@ class Choice:
     seed: int | None
     described: dict[str, Any]
     tools: ToolPlan | None = None
+
+    @property
+    def stream(self) -> int:
+        """The seed of the random streams. The engine's are not negative: s below 0 stands for 2**63 + s."""
+        return (self.seed or 0) % SEED_LIMIT
 
 
 class Chooser:

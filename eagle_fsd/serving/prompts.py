@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 # What a request gives to the chat template beside messages and tools, and the values that give nothing.
-TEMPLATE_FIELDS: dict[str, Any] = {"documents": [], "chat_template_kwargs": {}}
+TEMPLATE_FIELDS: dict[str, Any] = {
+    "documents": [],
+    "chat_template_kwargs": {},
+    "continue_final_message": False,
+}
 
 
 class PromptReader:
@@ -63,7 +67,8 @@ class PromptReader:
 
         def written(asked: Templated) -> list[int]:
             with self.choose.encoding:
-                return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
+                said = {**asked.template, **arguments}
+                return encode_chat(self.tokenizer, turns, said, asked.end)[0].tolist()
 
         try:
             ids = written(body)

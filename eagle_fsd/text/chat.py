@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
@@ -25,6 +25,9 @@ REFUSALS = (
     *(ArithmeticError, RecursionError),
 )
 ASKED = "the prompt or its system message"
+# What stands behind the messages: the beginning of an answer; nothing; or the last one is open, to go on.
+ChatEnd = Literal["waiting", "closed", "open"]
+END = "THE_LAST_MESSAGE_IS_OPEN_HERE"  # where an open message ends; a template takes it for a word of it
 
 
 class ChatRefused(ValueError):
@@ -102,25 +105,24 @@ def encode_chat(
     tokenizer: PreTrainedTokenizerBase | None,
     messages: Sequence[Mapping[str, str]],
     template: Mapping[str, Any] | None = None,
+    end: ChatEnd = "waiting",
 ) -> Tensor:
-    """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer.
+    """Return the token ids [1, n] of a chat of {"role", "content"}.
 
-    template: arguments of the chat template; see `require_template`. Raises ValueError without a tokenizer,
-    and ChatRefused for what the template does not take.
+    template: arguments of the chat template; see `require_template`. end: what stands behind the messages;
+    see ChatEnd. Raises ValueError without a tokenizer, and ChatRefused for what the template does not take.
     """
     tokenizer = require_tokenizer(tokenizer)
     if not tokenizer.chat_template:
         raise ChatRefused("the target's tokenizer has no chat template", "choose one that has one")
+    turns, given = list(messages), {**(template or {}), "add_generation_prompt": end == "waiting"}
+    if end == "open":
+        turns[-1] = {**turns[-1], "content": turns[-1]["content"] + END}
+        given["tokenize"] = False
+    else:
+        given |= {"return_tensors": "pt", "return_dict": True}
     try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            **{
-                **(template or {}),
-                "add_generation_prompt": True,
-                "return_tensors": "pt",
-                "return_dict": True,
-            },
-        )["input_ids"]
+        written: Any = tokenizer.apply_chat_template(turns, **given)
     except jinja2.TemplateSyntaxError as error:
         raise ChatRefused(f"the target's chat template is broken ({error})", "fix it") from error
     # Templates raise on purpose, e.g. for a system role that they do not support, and by mistake.
@@ -128,3 +130,23 @@ def encode_chat(
         raise ChatRefused(
             f"the target's chat template refuses this chat ({error})", "leave the system message out"
         ) from error
+    if end == "open":
+        text = cut_open(written, messages[-1]["content"])
+        written = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    return written["input_ids"]
+
+
+def cut_open(text: str, said: str) -> str:
+    """Return what a template wrote up to the end of the last message. said: the message, which END follows.
+
+    So white space at its end stays, also with a template that trims messages. Raises ChatRefused if something
+    else was made of the message.
+    """
+    found, mark, _ = text.rpartition(END)
+    if not mark or not found.endswith(said.lstrip()):
+        raise ChatRefused(
+            "the target's chat template leaves out, or changes, what the last message ends with, so that it "
+            "cannot be continued",
+            "let the answer be a new turn",
+        )
+    return found

@@ -23,6 +23,7 @@ from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_eng
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, Typical
 from eagle_fsd.acceptance.rule_names import parse_rule, rule_fields
 from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -374,10 +375,11 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": "1"}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
-        ({"top_k": -1}, "top_k", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),
         ({"n": 73}, "n", "invalid_value"),
-        ({"seed": -1}, "seed", "invalid_value"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "invalid_value"),
         ({"stop": [""]}, "stop.0", "invalid_value"),
@@ -756,3 +758,27 @@ def test_what_was_read_before_is_no_time_of_this_prompt() -> None:
     with client_of() as client:
         client.app.state.service.worker.phase_seconds = lambda _: 100.0
         assert post(client, max_tokens=4).json()["timings"]["prompt_ms"] == 0
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), -12345])
+def test_a_seed_below_zero_is_one_of_the_engines(client: TestClient, seed: int) -> None:
+    asked = {"max_tokens": 12, "temperature": 1, "seed": seed}
+    expected = text_alone(chat_ids(), max_new_tokens=12, temperature=1.0, seed=seed + 2**63)
+    answer = post(client, **asked).json()
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert answer["timings"]["seed"] == seed
+    (item,) = client.post("/v1/responses", json={"input": "Hi", **asked, "max_tokens": None}).json()["output"]
+    assert item["content"][0]["text"].startswith(expected)
+    body = {**asked, "prompt": chat_ids()}
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+
+
+def test_top_k_of_minus_one_is_all() -> None:
+    few = Defaults(sampling=SamplingConfig(temperature=1.0, top_k=2))
+    with client_of(defaults=few) as client:
+        asked = {"max_tokens": 20, "seed": 5}
+        texts = {
+            k: post(client, **asked, **({} if k is None else {"top_k": k})).json()["choices"]
+            for k in (None, 0, -1)
+        }
+    assert texts[-1] == texts[0] != texts[None]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Body, Chat, Decoding, Templated
+from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Body, Chat, Decoding, Endable
 from eagle_fsd.serving.tools.fields import (
     Function,
     Message,
@@ -88,7 +88,7 @@ class Generation(Decoding):
         return self.return_token_origins
 
 
-class ChatRequest(Chat, Generation):
+class ChatRequest(Endable, Chat, Generation):
     """POST /v1/chat/completions. documents: for the model's chat template. tools, tool_choice: see Chat."""
 
     source: ClassVar[str] = "messages"
@@ -115,6 +115,10 @@ class ChatRequest(Chat, Generation):
     @property
     def turns(self) -> Sequence[Message]:
         return self.messages
+
+    @property
+    def goes_on(self) -> bool:
+        return self.continue_final_message
 
     @property
     def functions(self) -> Sequence[Function]:
@@ -149,14 +153,18 @@ class CompletionRequest(Generation):
         return self.logprobs
 
     @property
+    def goes_on(self) -> bool:
+        return True
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         prompt: Any = self.prompt
         alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if alone else list(prompt)
 
 
-class TokenizeRequest(Templated):
-    """POST /tokenize: the token ids of a text, or of a chat that waits for its answer."""
+class TokenizeRequest(Endable):
+    """POST /tokenize: the token ids of a text, or of a chat as it is answered."""
 
     source: ClassVar[str] = "messages"
     model: str | None = None

@@ -36,12 +36,12 @@ from eagle_fsd.serving.tools.fields import (
     at_most,
     excess_of,
 )
-from eagle_fsd.text.chat import require_template
+from eagle_fsd.text.chat import ChatEnd, require_template
 
 MOST_STOPS, LONGEST_STOP = 16, 200
 MOST_IDS = 1024  # entries of a list of tokens or words: each costs time in every step
 MOST_LOGPROBS = 20
-SEEDS = 2**63
+SEEDS = 2**63  # from 0 on; there are as many below 0
 
 
 def as_stops(value: Any) -> Any:
@@ -66,6 +66,11 @@ def require_threshold(value: Any, _check: Any) -> Any:
     raise ValueError(
         f'threshold is {format_json(value)}: it must be a number of at least 0, "inf" or "auto"; send one'
     )
+
+
+def all_if_minus_one(top_k: int | None) -> int | None:
+    """Take vLLM's way to ask for all tokens as well."""
+    return 0 if top_k == -1 else top_k
 
 
 Template = Annotated[dict[str, Any], AfterValidator(require_template)]
@@ -103,7 +108,7 @@ class Decoding(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, AfterValidator(all_if_minus_one)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -114,7 +119,7 @@ class Decoding(Body):
     suppress_tokens: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     min_tokens: int | None = None
-    seed: int | None = Field(None, ge=0, lt=SEEDS)
+    seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(as_stops), OrText()] = []
     stream: bool = False
     threshold: Annotated[float | str | None, WrapValidator(require_threshold)] = None
@@ -171,6 +176,11 @@ class Decoding(Body):
         return 1
 
     @property
+    def goes_on(self) -> bool:
+        """Whether a text goes on with what its prompt ends with."""
+        return False
+
+    @property
     def wants_origins(self) -> bool:
         """Whether texts come in pieces that say how their tokens came."""
         return False
@@ -196,6 +206,51 @@ class Templated(Body):
     def template(self) -> dict[str, Any]:
         """The arguments of the chat template."""
         return self.chat_template_kwargs
+
+    @property
+    def end(self) -> ChatEnd:
+        """What the model reads behind the turns."""
+        return "waiting"
+
+
+class Endable(Templated):
+    """A chat that says what stands behind its turns, as vLLM has it.
+
+    continue_final_message: the answer goes on with the last turn, which is the assistant's. In place of it,
+    add_generation_prompt: false leaves the beginning of an answer out, and nothing takes its place.
+    """
+
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    @property
+    def end(self) -> ChatEnd:
+        if self.continue_final_message:
+            return "open"
+        return "closed" if self.add_generation_prompt is False else "waiting"
+
+    @model_validator(mode="after")
+    def require_open_end(self) -> Endable:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message beside add_generation_prompt: an answer is a new turn, or goes on "
+                "with the last one; set one of them to false"
+            )
+        last = self.turns[-1] if self.turns else None
+        if last is None or last.role != "assistant":
+            said = "no messages" if last is None else f"a last message of the role {last.role}"
+            raise ValueError(
+                f"continue_final_message with {said}: it goes on with one of the assistant; add that, or "
+                "leave it out"
+            )
+        if last.tool_calls:
+            raise ValueError(
+                "continue_final_message with a last message that has tool_calls: a call is its end; send "
+                "their results, or leave it out"
+            )
+        return self
 
 
 class Chat(Templated, Decoding):
