@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
@@ -210,6 +211,7 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     app.router.route_class = JsonRoute
     add_routes(app, service)
     add_page(app)
+    add_heads(app)
     add_error_handlers(app)
     app.add_middleware(
         Gate,
@@ -263,7 +265,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
     def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         return service.detokenize(body)
 
-    @app.head("/health", include_in_schema=False)  # as load balancers ask
     @app.get("/health")
     async def health() -> Response:
         if not service.worker.alive:
@@ -288,6 +289,13 @@ def add_page(app: FastAPI) -> None:
         if name not in PAGE_FILES:
             raise HTTPException(404, "Not Found")
         return FileResponse(PAGE / name, media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
+
+
+def add_heads(app: FastAPI) -> None:
+    """Let what can be read be asked for without its body, as load balancers do; the web server drops it."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def add_error_handlers(app: FastAPI) -> None:
