@@ -715,7 +715,7 @@ def test_texts_that_have_a_place_do_not_wait_though_no_step_has_begun() -> None:
         assert (worker.running, worker.waiting) == (number, 0)
         worker.submit([job])
     assert (worker.running, worker.waiting) == (2, 1)
-    with pytest.raises(ApiError, match="busy, and 1 text waits already: try again in 10 s"):
+    with pytest.raises(ApiError, match="busy, and 1 text waits already: try again in 11 s"):
         worker.submit(jobs[3:])
     worker.cancel(jobs[1:2])
     assert worker._take_in()
@@ -732,10 +732,7 @@ def test_a_busy_server_says_how_long_its_texts_took_lately() -> None:
     worker, job = client_of(limits=Limits(max_rows=2)).app.state.service.worker, blank_job(0)
     job.clock.started = time.perf_counter() - 20
     worker._count(job, News(finish_reason="stop"))
-    assert worker.seconds_to_wait() == 50  # a fifth of 2 texts in 20 s, beside none before
-    for speed, seconds in ((0.05, 20), (4.0, 1), (0.001, 60)):
-        worker._speed = speed
-        assert worker.seconds_to_wait() == seconds
+    assert worker.line.turn(1, 0.0) == 13  # half of 20 s, and a quarter more
 
 
 def test_metrics_measure_from_the_arrival_and_between_single_tokens() -> None:

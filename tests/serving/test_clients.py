@@ -118,7 +118,7 @@ def test_a_full_queue_is_said_and_tried_again() -> None:
         with pytest.raises(openai.RateLimitError, match="busy") as found:
             client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=2)
         assert int(found.value.response.headers["retry-after"]) >= 1 and found.value.code == "queue_full"
-        service.worker.seconds_to_wait = lambda: 0.1
+        service.worker.line.turn = lambda *_: 0.1
         threading.Timer(0.05, stream.close).start()
         again = client_of(url, max_retries=6).chat.completions.create(model=NAME, messages=CHAT, max_tokens=2)
         assert again.choices[0].finish_reason == "length"

@@ -28,6 +28,7 @@ from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, of_failure, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.serving.work.learning import IdleLearning, Learner
+from eagle_fsd.serving.work.line import Line
 from eagle_fsd.serving.work.scheduling import new_scheduler
 from eagle_fsd.serving.work.tree import ServedTree
 from eagle_fsd.text.stop_strings import make_stopper
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 RELEASE_EVERY = 32  # texts
-READ_AGAIN = 10  # seconds after which a client may try again if nothing is known about the speed
 CLOSED = "the server is shutting down: try again later"
 
 
@@ -73,7 +73,7 @@ class Worker:
         self._leader = Leader(model.target.ranks)
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
-        self._number, self._ended, self._speed = 0, 0, 0.0  # speed: texts per second, lately
+        self._number, self._ended, self.line = 0, 0, Line(limits.max_rows)
         self._inbox: list[Job] = []
         self._open, self._closing = 0, False  # open: jobs that have not ended
         self._lost = False  # whether contact with the other ranks is lost
@@ -118,7 +118,7 @@ class Worker:
             if self._closing:
                 raise ApiError(503, CLOSED, code="closing", kind=SERVER)
             if self._open + len(jobs) > self.limits.most_texts:
-                raise queue_full(self.waiting, self.seconds_to_wait())
+                raise queue_full(self.waiting, self.line.turn(len(jobs), now))
             self._open += len(jobs)
             for job in jobs:
                 job.clock.submitted = now
@@ -135,10 +135,6 @@ class Worker:
     def phase_seconds(self, phase: str) -> float:
         """Return how long the steps' phases of this name took in all."""
         return self._watch.seconds.get(phase, 0.0)
-
-    def seconds_to_wait(self) -> int:
-        """Return after how many seconds there may be room again."""
-        return max(1, min(60, round(1 / self._speed))) if self._speed else READ_AGAIN
 
     # -- the thread ----------------------------------------
 
@@ -313,8 +309,7 @@ class Worker:
         if self._ended % RELEASE_EVERY == 0:
             release_freed_memory()
         if job.clock.started is not None:
-            seconds = time.perf_counter() - job.clock.started
-            self._speed = 0.8 * self._speed + 0.2 * self.limits.max_rows / max(seconds, 1e-3)
+            self.line.note(time.perf_counter() - job.clock.started)
         self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
 
     def _recover(self, error: Exception, before: set[Text]) -> None:
