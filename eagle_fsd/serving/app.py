@@ -319,9 +319,6 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, ApiError):  # of JsonRequest
             return error.__cause__.response()
-        if error.status_code == 400:  # a body that is nested too deeply
-            message = "the body cannot be read: send a simple JSON object"
-            return ApiError(400, message, "invalid_json").response()
         return of_status(error.status_code, request.method, request.url.path, error.headers).response()
 
     @app.exception_handler(Exception)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -283,6 +285,42 @@ def test_a_number_that_json_lacks_is_refused_without_a_place(client: TestClient,
 def test_the_place_of_a_number_is_cut_in_its_error(client: TestClient) -> None:
     error = refusal_of(client, f'{{"{LONG}": [0, 1{"0" * 1000}.0e9]}}')
     assert error["message"].startswith("xxxx") and len(error["message"]) < 400
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [('"seed": %s', "seed"), ('"logit_bias": {"1": %s}', "logit_bias.1"), ('"user": [1, %s, NaN]', "user.1")],
+)
+def test_an_integer_of_thousands_of_digits_is_refused_by_its_place(
+    client: TestClient, field: str, param: str, sign: str
+) -> None:
+    """Python does not read it; one that it reads is refused as any other value is."""
+    most = sys.get_int_max_str_digits()
+    error = refusal_of(client, '{"messages": [], "top_p": 1.5, %s}' % (field % (sign + "7" * (most + 1))))
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert re.fullmatch(
+        rf"{param} is {sign}7+\W+: an integer may have at most {most} digits; send another", error["message"]
+    )
+    assert len(error["message"]) < 200
+    error = refusal_of(client, '{"messages": [], "seed": %s}' % (sign + "7" * most))
+    assert error["param"] == "seed" and "digits" not in error["message"]
+
+
+def test_so_is_one_in_the_arguments_of_a_call(client: TestClient) -> None:
+    most = sys.get_int_max_str_digits()
+    error = refusal(client, messages=call_with('{"x": %s}' % ("7" * (most + 1))))
+    assert error["param"] == ARGUMENTS and f"(an integer has more than {most} digits)" in error["message"]
+
+
+@pytest.mark.parametrize("part", ["[", '{"a":'])
+@pytest.mark.parametrize("begin", ["", '{"messages": '])
+def test_a_body_that_is_nested_too_deeply_is_told_so(client: TestClient, begin: str, part: str) -> None:
+    error = refusal_of(client, begin + part * 100_000)
+    assert error["code"] == "invalid_json"
+    assert error["message"] == (
+        "the body is nested too deeply: a field may have 100 levels of JSON; send fewer"
+    )
 
 
 def refusal_of(client: TestClient, body: str) -> Any:

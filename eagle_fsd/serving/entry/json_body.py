@@ -1,9 +1,10 @@
-"""Reads the body of every request as JSON, without the numbers that Python reads and JSON lacks."""
+"""Reads the body of every request as JSON, without numbers that are none of JSON's or too long for Python."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -14,49 +15,70 @@ from fastapi.routing import APIRoute
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.process.collector import without_collector
 from eagle_fsd.serving.errors import ApiError, wrong_value
+from eagle_fsd.serving.tools.fields import DEEPEST
 
 LONGEST_PLACE, LONGEST_NUMBER = 200, 60  # characters of a message
 
 
 @dataclass(frozen=True)
-class NotFinite:
-    """A number that is NaN, infinite or too large for a float. text: as the body has it."""
+class WrongNumber:
+    """A number that is not taken. text: as the body has it. rule: what it breaks."""
 
     text: str
+    rule: str
 
 
 def read_json(body: bytes) -> Any:
     """Return what a body holds.
 
-    Raises ValueError for what is no JSON, and ApiError for what is no Unicode text or has a NotFinite.
+    Raises ValueError for what is no JSON, and ApiError for what is no Unicode text, has too many levels or a
+    WrongNumber.
     """
-    wrong: list[NotFinite] = []
+    wrong: list[WrongNumber] = []
 
-    def note(text: str) -> NotFinite:
-        wrong.append(NotFinite(text))
+    def note(text: str, rule: str = "a number must be finite") -> WrongNumber:
+        wrong.append(WrongNumber(text, rule))
         return wrong[-1]
 
-    def number(text: str) -> float | NotFinite:
+    def number(text: str) -> float | WrongNumber:
         value = float(text)
         return value if math.isfinite(value) else note(text)
 
+    def integer(text: str) -> int | WrongNumber:
+        try:
+            return int(text)
+        except ValueError:
+            return note(text, f"an integer may have at most {sys.get_int_max_str_digits()} digits")
+
+    def read(parse_int: Callable[[str], Any]) -> Any:
+        return json.loads(body, parse_constant=note, parse_float=number, parse_int=parse_int)
+
     try:
         with without_collector():  # it would look at very many parts again and again
-            found = json.loads(body, parse_constant=note, parse_float=number)
+            try:
+                found = read(int)
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                raise
+            except ValueError:  # an integer is too long; to look at each in Python takes time, with many ids
+                wrong.clear()
+                found = read(integer)
     except UnicodeDecodeError as error:
         message = f"the body is not {error.encoding.upper()} at byte {error.start}: send it as UTF-8"
+        raise ApiError(400, message, code="invalid_json") from error
+    except RecursionError as error:
+        message = f"the body is nested too deeply: a field may have {DEEPEST} levels of JSON; send fewer"
         raise ApiError(400, message, code="invalid_json") from error
     if wrong:
         raise of_number(wrong[0], place_of(wrong[0], found))
     return found
 
 
-def of_number(wrong: NotFinite, place: str | None) -> ApiError:
-    """Return the error of a number that is not finite. place: None if it is no field's."""
+def of_number(wrong: WrongNumber, place: str | None) -> ApiError:
+    """Return the error of a number that is not taken. place: None if it is no field's."""
     text = one_line(wrong.text, LONGEST_NUMBER)
     said = f"{place} is {text}" if place else f"the body has {text}"
     remedy = 'send another, "inf" or "auto"' if place == "threshold" else "send another"
-    return wrong_value(f"{said}: a number must be finite; {remedy}", place)
+    return wrong_value(f"{said}: {wrong.rule}; {remedy}", place)
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,7 @@ class Part:
     whole: Part | None = None
 
 
-def place_of(wrong: NotFinite, found: Any) -> str | None:
+def place_of(wrong: WrongNumber, found: Any) -> str | None:
     """Return where a value stands in a body, as fields and places in lists; None: in no field that counts."""
     left = [Part(found)]
     while left:

@@ -227,7 +227,7 @@ class CalledFunction(Strict):
     @classmethod
     def require_object(cls, value: str) -> str:
         try:
-            found = json.loads(value, parse_constant=refuse_constant) if value else {}
+            found = json.loads(value or "{}", parse_constant=refuse_constant, parse_int=require_short)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"arguments must be the JSON of an object ({error}): send it as it came"
@@ -243,6 +243,14 @@ class CalledFunction(Strict):
         """The arguments, for the model to read. A half character, which it may have written, is a "?"."""
         found = json.dumps(json.loads(self.arguments or "{}", parse_float=bounded), ensure_ascii=False)
         return json.loads(found.encode(errors="replace"))
+
+
+def require_short(number: str) -> int:
+    """Return an integer. Raises ValueError for one of more digits than Python reads."""
+    try:
+        return int(number)
+    except ValueError as error:
+        raise ValueError(f"an integer has more than {sys.get_int_max_str_digits()} digits") from error
 
 
 def bounded(number: str) -> float:
