@@ -732,7 +732,7 @@ def test_a_busy_server_says_how_long_its_texts_took_lately() -> None:
     worker, job = client_of(limits=Limits(max_rows=2)).app.state.service.worker, blank_job(0)
     job.clock.started = time.perf_counter() - 20
     worker._count(job, News(finish_reason="stop"))
-    assert worker.line.turn(1, 0.0) == 13  # half of 20 s, and a quarter more
+    assert worker.line.turn(1, time.perf_counter()) in (30, 31)  # it was alone
 
 
 def test_metrics_measure_from_the_arrival_and_between_single_tokens() -> None:

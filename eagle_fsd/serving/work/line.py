@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 
 UNKNOWN = 10.0  # seconds of the first wait while nothing is known about the speed
 LONGEST = 60.0  # clients do not wait for longer: the openai client comes at once if it is told to
-MARGIN = 1.25  # texts take longer than others did: whoever comes a little late finds a place
-NEWS = 0.2  # how much the last text counts
+MARGIN = 1.5  # texts may take longer than others did, and whoever comes a little late finds a place
 
 
 class Line:
@@ -19,13 +19,16 @@ class Line:
     """
 
     def __init__(self, rows: int, draw: Callable[[], float] = random.random) -> None:
-        self._rows, self._draw = rows, draw
-        self._seconds: float | None = None  # that a text took, lately
+        self._gaps: deque[float] = deque(maxlen=2 * rows)  # seconds from the end of a text to the next one's
+        self._draw = draw
+        self._last = 0.0  # when a text ended
         self._end = 0.0  # the time up to which turns are given
 
-    def note(self, seconds: float) -> None:
-        """Take in that a text took this long from its place on."""
-        self._seconds = seconds if self._seconds is None else (1 - NEWS) * self._seconds + NEWS * seconds
+    def note(self, started: float, now: float) -> None:
+        """Take in that a text has ended that had its place since then. Where no other had one, it took that
+        long; a pause before it does not count."""
+        self._gaps.append(now - max(self._last, started))
+        self._last = now
 
     def turn(self, texts: int, now: float) -> int:
         """Return after how many seconds a client may come again with this many texts, from 1 to 60.
@@ -34,8 +37,8 @@ class Line:
         and then they try again.
         """
         apart, begin = 1.0, max(now + UNKNOWN, self._end)
-        if self._seconds is not None:
-            apart, begin = MARGIN * self._seconds / self._rows, max(now, self._end)
+        if self._gaps:
+            apart, begin = MARGIN * sum(self._gaps) / len(self._gaps), max(now, self._end)
         wait = begin + apart * texts - now
         self._end = now + min(wait, LONGEST)
         if wait > LONGEST:

@@ -309,7 +309,8 @@ class Worker:
         if self._ended % RELEASE_EVERY == 0:
             release_freed_memory()
         if job.clock.started is not None:
-            self.line.note(time.perf_counter() - job.clock.started)
+            with self._wake:  # other threads ask for turns
+                self.line.note(job.clock.started, time.perf_counter())
         self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
 
     def _recover(self, error: Exception, before: set[Text]) -> None:
