@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, text_alone, tiny_engine
 from support.tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer, tiny_tokenizer
+from tokenizers import decoders
 
 from eagle_fsd import EagleFSD, Fuzzy
 from eagle_fsd.serving.app import create_app
@@ -152,6 +153,22 @@ def test_what_makes_no_sense_beside_it_is_refused(
 def test_a_text_to_tokenize_has_no_last_message(client: TestClient) -> None:
     error = client.post("/tokenize", json={"prompt": "x", **OPEN}).json()["error"]
     assert error["message"].startswith("continue_final_message with no messages: it goes on with one")
+
+
+def test_its_first_space_is_shown() -> None:
+    """Llama's tokenizers leave a space out where a text begins, which is not here."""
+    tokenizer, whole = tiny_tokenizer(), tiny_engine()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    model = EagleFSD(whole.target, whole.drafter, tokenizer, base_model="tiny")
+    spaces = {"max_tokens": 3, "logit_bias": {str(tokenizer.convert_tokens_to_ids(" ")): 100}}
+    with TestClient(create_app(model, settings())) as client:
+        assert (
+            answer(client, **spaces)["choices"][0]["message"]["content"]
+            == streamed(client, **spaces)
+            == "   "
+        )
+        begun = answer(client, **spaces, continue_final_message=False, add_generation_prompt=True)
+    assert begun["choices"][0]["message"]["content"] == "  "
 
 
 # -- what a template makes of the last message ----------------------------------------
