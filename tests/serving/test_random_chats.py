@@ -146,7 +146,18 @@ def random_chat(draw: random.Random, known: CallFormat) -> dict[str, Any]:
     messages = first if draw.random() < 0.3 else []
     if draw.random() < 0.2:
         messages += [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    return body | {"messages": [*messages, random_question(draw, body, said)]}
+    messages = [*messages, random_question(draw, body, said)]
+    if draw.random() < 0.2:
+        return go_on(
+            body, messages, {"role": "assistant", "content": draw.choice(["", "so", "a \n", "<tool_call>"])}
+        )
+    return body | {"messages": messages}
+
+
+def go_on(body: dict[str, Any], messages: Sequence[dict[str, Any]], last: dict[str, Any]) -> dict[str, Any]:
+    """Return the request whose answer goes on with this message behind others."""
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    return body | asked | {"messages": [*messages, last]}
 
 
 def random_question(draw: random.Random, body: dict[str, Any], said: str) -> dict[str, Any]:
@@ -287,13 +298,14 @@ class Twin:
         return {"json_schema" if name == "json" else name: value for name, value in found.items()}
 
     def prompt(self, body: dict[str, Any]) -> list[int]:
-        """Return the token ids of a chat that waits for its answer."""
+        """Return the token ids of a chat that waits for its answer, or goes on with its last message."""
         functions, turns = self.functions(body), [self.turn(message) for message in body["messages"]]
         more = {"tools": [{"type": "function", "function": one} for one in functions]} if functions else {}
         if not self.format.known:
             turns, more = self.plain_turns(turns, functions), {}
+        goes_on = bool(body.get("continue_final_message"))
         text = self.model.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **more
+            turns, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on, **more
         )
         return list(self.model.tokenizer.encode(text, add_special_tokens=False))
 
@@ -356,7 +368,9 @@ def joined(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def require_answer(body: dict[str, Any], wanted: Sequence[Answered], url: str) -> list[dict[str, Any]]:
     """Return the messages of an answer that is as it must be; none of one that is an error."""
     if not callable_names(body):
-        found = httpx.post(f"{url}/tokenize", json={"messages": body["messages"]}, timeout=300).json()
+        fields = ("messages", "continue_final_message", "add_generation_prompt")
+        shown = {name: body[name] for name in fields if name in body}
+        found = httpx.post(f"{url}/tokenize", json=shown, timeout=300).json()
         assert found["tokens"] == wanted[0].prompt
     choices, usage, error = send(f"{url}/v1/chat/completions", body)
     if not all(one.told.reason for one in wanted):
@@ -424,13 +438,20 @@ def require_logprobs(body: dict[str, Any], tables: Sequence[dict[str, Any]], tol
 
 def next_turn(draw: random.Random, body: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
     """Return the request that goes on with a chat, as clients do."""
+    before = body["messages"]
+    if body.get("continue_final_message"):
+        body = body | {"continue_final_message": None, "add_generation_prompt": None}
+        *before, begun = before
+        message = message | {"content": begun["content"] + (message["content"] or "")}
     calls = message.get("tool_calls", ())
+    if not calls and draw.random() < 0.3:
+        return go_on(body, before, message)
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": f"result {place}"}
         for place, call in enumerate(calls)
     ]
     question = [] if results and draw.random() < 0.5 else [random_question(draw, body, "And now?")]
-    return body | {"messages": [*body["messages"], message, *results, *question]}
+    return body | {"messages": [*before, message, *results, *question]}
 
 
 def ask(seed: float, body: dict[str, Any], wanted: Sequence[Answered], url: str) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def random_fields(draw: random.Random, limits: Sequence[int], own: dict[str, Any
     """Return what any request may say beside its prompt. limits: of its tokens. own: fields it may have."""
     limit = draw.choice(limits)
     some: dict[str, Any] = {
-        "top_k": draw.choice([3, 20]),
+        "top_k": draw.choice([3, 20, -1]),
         "top_p": draw.choice([0.5, 0.9]),
         "min_p": 0.05,
         "stop": [
@@ -66,7 +66,7 @@ def random_fields(draw: random.Random, limits: Sequence[int], own: dict[str, Any
     always = {
         "max_tokens": limit,
         "temperature": draw.choice([0.0, 0.5, 1.0]),
-        "seed": draw.randrange(3),
+        "seed": draw.choice([0, 1, 2, -1]),
         "rule": draw.choice(RULES),
         "n": draw.choice([1, 1, 3]),
         "stream": draw.random() < 0.5,
@@ -89,6 +89,8 @@ def told_alone(model: EagleFSD, body: dict[str, Any], prompt: Sequence[int], pla
     ends = [] if body.get("ignore_eos") else list(model.target.eos_token_ids)
     names = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
     options = {name: body[name] for name in names if name in body} | more
+    if options.get("top_k") == -1:
+        options["top_k"] = 0
     if "logit_bias" in body:
         options["logit_bias"] = {(int(key),): bias for key, bias in body["logit_bias"].items()}
     options |= {
@@ -96,7 +98,7 @@ def told_alone(model: EagleFSD, body: dict[str, Any], prompt: Sequence[int], pla
         "min_new_tokens": body.get("min_tokens", 0),
         "eos_token_id": [*ends, *body.get("stop_token_ids", ())],
         "rule": parse_rule(body["rule"]),
-        "seed": [(body["seed"], place)],
+        "seed": [(body["seed"] % 2**63, place)],
         "tree": TREE,
     }
     tokens: list[int] = []
