@@ -131,7 +131,8 @@ class BesideOneNode:
     """Times calls in turn with a forward over one node, as multiples of it.
 
     A machine that others share may be half as fast for a second, in which all of a call's repeats are made.
-    A slow forward over one node is timed with the first calls only. check: is called after each round.
+    A slow forward over one node is timed with the first calls only. check: is called before each call, so
+    that whoever waits for a measurement to end does not wait for a round, and after each round.
     """
 
     def __init__(self, one_node: Call, target: TargetModel, check: Check = unchecked) -> None:
@@ -145,6 +146,7 @@ class BesideOneNode:
         untimed = RECORDED if self.target.stepper.view else 1
         in_turn: dict[Key | None, Call] = {} if self.slow else {None: self.one_node}
         in_turn.update(calls.items())
+        in_turn = {key: self._checked(call) for key, call in in_turn.items()}
         target, waiting = self.target, self._waiting
         repeats = time_in_turn(
             in_turn, target.device, untimed, REPEATS, agree=target.ranks.lead, waiting=waiting
@@ -155,6 +157,13 @@ class BesideOneNode:
         self._spreads += map(disagreement, repeats.values())
         self.check(self.spread if len(self._spreads) >= TELLING else 0.0)
         return {key: median[key] / self._seconds[-1] for key in calls}
+
+    def _checked(self, call: Call) -> Call:
+        def before() -> None:
+            self.check(0.0)
+            call.before()
+
+        return Call(call.work, before)
 
     @property
     def slow(self) -> bool:
@@ -171,13 +180,13 @@ class BesideOneNode:
 
 
 @torch.inference_mode()
-def disturbance(target: TargetModel) -> float:
+def disturbance(target: TargetModel, check: Check = unchecked) -> float:
     """Return how much other work slows forwards down at this moment; see `measure_forwards`."""
     session, roots = TargetSession(target, 1, 4), torch.zeros(1, dtype=torch.int64, device=target.device)
     session.prefill(roots[:, None], [1])
     one_node = functools.partial(session.verify, root_only(roots, target.vocab_size))
     with target.stepper.running(1):
-        times = BesideOneNode(Call(one_node, one_node), target)
+        times = BesideOneNode(Call(one_node, one_node), target, check)
         times({})
     return times.spread
 
@@ -223,6 +232,7 @@ def measure_forwards(
     verified = {1: 1.0}
     with target.stepper.running(batch):
         for width in WIDTHS:
+            check(0.0)  # what follows may be compiled first
             for nodes in (1, width):
                 # A tree that is decoded with has a graph of its own size; only few are kept at a time.
                 target.expect(batch, nodes, again=False)

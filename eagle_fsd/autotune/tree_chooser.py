@@ -162,11 +162,11 @@ class TreeChooser:
         So it is once goes_on() is false. What was measured by then serves the next try. more: of the line
         that says why nothing happens.
         """
-        if self.slowed_down(disturbance(self.target)):
-            return None
-        self.announce(more)
         self.goes_on = goes_on
         try:
+            if self.slowed_down(disturbance(self.target, self.check)):
+                return None
+            self.announce(more)
             return self(*asked)
         except PutOff:
             return None

@@ -170,6 +170,24 @@ def test_slow_seconds_of_the_machine_change_no_time(
     assert (times.spread > BUSY) == is_busy
 
 
+@pytest.mark.parametrize("call", range(6))
+def test_a_round_ends_before_its_next_call_once_it_is_not_to_go_on(call: int) -> None:
+    """Whoever asks for a text waits for one call, and not for all repeats of all calls."""
+    made: list[str] = []
+
+    def check(spread: float) -> None:
+        if len(made) == call:
+            raise InterruptedError
+
+    def notes(name: str) -> Call:
+        return Call(lambda: made.append(name))
+
+    times = step_costs.BesideOneNode(notes("one node"), TargetModel(tiny_model()), check)
+    with pytest.raises(InterruptedError):
+        times({2: notes("2"), 3: notes("3")})
+    assert made == ["one node", "2", "3", "one node", "2", "3"][:call]
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_forward_is_timed_right_after_the_same_one_unless_that_takes_long(
     slow: bool, monkeypatch: pytest.MonkeyPatch
