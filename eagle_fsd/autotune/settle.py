@@ -72,7 +72,9 @@ class Settler:
     ) -> None:
         self.target, self.drafter, self.name = target, drafter, name
         self.tokenizer, self.folder = tokenizer, folder
-        self._postponed: tuple[Any, ...] | None = None  # what a tree is to be chosen for, see AutoTree.later
+        self._postponed: tuple[Any, ...] | None = (
+            None  # what a TreeChooser is to be asked, see AutoTree.later
+        )
         self._chooser: TreeChooser | None = None
         self._told: set[str] = set()  # what was said about budgets
         self._identity: tuple[Any, dict[str, Any]] | None = None  # and the state of the weights then
@@ -151,12 +153,10 @@ class Settler:
         asked, self._postponed = self._postponed, None
         if asked is None:
             return None
-        wanted, *terms, prompts = asked
-        chooser = self._chooser_of(wanted)
+        chooser = self._chooser_of(asked[0])
         announced = chooser.announced
         with self._choosing:
-            texts = partial(self._texts, prompts)
-            choice = chooser.if_quiet(wanted, texts, *terms, goes_on=goes_on, more=f"; {more}")
+            choice = chooser.if_quiet(*asked, goes_on=goes_on, more=f"; {more}")
         if choice is not None:
             logger.info("%s", choice)
             return choice
@@ -172,8 +172,8 @@ class Settler:
             chooser, (*terms, prompts) = self._chooser_of(wanted), asked
             with self._choosing:
                 known = chooser.remembered(wanted, partial(self._texts, prompts), *terms)
-            if known is None:
-                self._postponed = (wanted, *asked)
+            if known is None:  # encoded now: another thread may measure, while this one encodes others
+                self._postponed = (wanted, partial(list, self._texts(prompts)), *terms)
                 return usual_tree(wanted, self.target.device.type, self.tokens)
         return self.choose_tree(wanted, *asked).tree
 

@@ -19,7 +19,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import Typical
-from eagle_fsd.autotune import step_costs, tree_chooser
+from eagle_fsd.autotune import settle, step_costs, tree_chooser
 from eagle_fsd.autotune.on_disk import (
     forwards_from_json,
     forwards_to_json,
@@ -421,6 +421,19 @@ def test_a_machine_that_becomes_busy_is_measured_no_further_where_nobody_waits(
     model = engine()
     model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
     assert model.settler.measure_postponed() and measured.count("observe") == 1
+
+
+def test_what_is_put_off_encodes_no_text(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be measured by another thread than encodes prompts, and a tokenizer is made for one."""
+    seen: list[Any] = []
+    monkeypatch.setattr(tree_chooser, "disturbance", lambda *_: 0.0)
+    monkeypatch.setattr(tree_chooser, "observe", lambda _target, _head, texts, *_: seen.append(texts) or [])
+    monkeypatch.setattr(settle, "encode_example_prompts", lambda tokenizer: [[1, 2], [3]])
+    model = engine()
+    model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER)
+    monkeypatch.setattr(settle, "encode_example_prompts", lambda tokenizer: pytest.fail("too late"))
+    monkeypatch.setattr(tree_chooser, "choose", lambda *_, **__: Choice(TreeConfig(3, 2, 2), 1.0, 1.0, 1.0))
+    assert model.settler.measure_postponed() is not None and seen[0] == [[1, 2], [3]]
 
 
 def test_an_overhead_that_a_busy_machine_had_is_taken_where_somebody_waits_alone(
