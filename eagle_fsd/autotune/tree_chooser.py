@@ -44,7 +44,7 @@ from eagle_fsd.autotune.step_costs import (
     observe,
     round_context,
 )
-from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, StepOverhead, choose
+from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, StepOverhead, choose, usual_tree
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.decoding.request import Terms
@@ -126,7 +126,7 @@ class TreeChooser:
         prompts: returns the texts (token ids) to observe the head on; called only if nothing is remembered.
         """
         batch, context = 2 ** (batch - 1).bit_length(), round_context(context)
-        widest = self.drafting.tokens
+        widest, device = self.drafting.tokens, self.target.device.type
         beams = [beam for beam in BEAMS if beam <= widest] if wanted.top_k is None else [wanted.top_k]
 
         def choose_now() -> tuple[Choice, bool]:
@@ -138,8 +138,10 @@ class TreeChooser:
             except (MemoryError, RuntimeError) as error:
                 if not ran_out_of_memory(error):
                     raise
-                logger.warning("out of memory while measuring: taking tree %s", TreeConfig())
-                return Choice(TreeConfig(), math.nan, math.nan, math.nan), False
+                # Texts that did not wait go on with the tree that they have.
+                tree = TreeConfig() if self.goes_on is None else usual_tree(wanted, device, widest)
+                logger.warning("out of memory while measuring: taking tree %s", tree)
+                return Choice(tree, math.nan, math.nan, math.nan), False
             return choice, self.may_remember
 
         setting = (repr(wanted), observation_kind(rule), warpers(rule, sampling), batch, context)

@@ -436,6 +436,21 @@ def test_what_is_put_off_encodes_no_text(measured: list[str], monkeypatch: pytes
     assert model.settler.measure_postponed() is not None and seen[0] == [[1, 2], [3]]
 
 
+def test_without_memory_to_measure_texts_keep_the_tree_that_they_have(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(tree_chooser, "disturbance", lambda *_: 0.0)
+    monkeypatch.setattr(tree_chooser, "measure_forwards", full)
+    model = engine()
+    before = model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER).tree
+    choice = model.settler.measure_postponed()
+    assert choice is not None and choice.tree == before != TreeConfig()
+    assert model.generate(prompts_of([5]), max_new_tokens=4, tree=LATER).tree == before
+
+
 def test_an_overhead_that_a_busy_machine_had_is_taken_where_somebody_waits_alone(
     measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
