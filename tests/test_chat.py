@@ -530,8 +530,9 @@ def test_what_holds_is_shown() -> None:
     assert shown("--threshold", "0.25") == "threshold 0.25: larger is faster and less exact"
     assert shown("--quality-budget", "0.05") == "threshold auto: the calibrated rule of the budget 0.05"
     assert shown("--rule", "typical") == "the rule is typical, with what the flags gave it"
-    sampled = Conversation(chat.build_parser().parse_args(["--temperature", "0.7", "--top-p", "0.9"]))
-    assert sampled.command("/temperature") == "temperature 0.7: sampled with top-p 0.9"
+    for flags, cuts in (("--top-p 0.9", "top-p 0.9"), ("--top-k 5 --min-p 0.05", "top-k 5, min-p 0.05")):
+        sampled = Conversation(chat.build_parser().parse_args(["--temperature", "0.7", *flags.split()]))
+        assert sampled.command("/temperature") == f"temperature 0.7: sampled with {cuts}"
 
 
 def test_a_pasted_message_is_no_command(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.types import AUTO
 from eagle_fsd.core.checks import one_line, require_utf8
-from eagle_fsd.core.config import AutoThreshold
+from eagle_fsd.core.config import AutoThreshold, SamplingConfig
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.text.chat import system_turns
 
@@ -133,8 +133,9 @@ class Conversation:
             raise ValueError(str(error).removeprefix("--")) from error
         if sampling.greedy:
             return "temperature 0: greedy"
-        cuts = {"top-k": sampling.top_k or None, "top-p": sampling.top_p if sampling.top_p < 1 else None}
-        kept = ", ".join(f"{name} {value:g}" for name, value in cuts.items() if value is not None)
+        off = SamplingConfig()  # what cuts nothing
+        cuts = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(off, name)]
+        kept = ", ".join(f"{name.replace('_', '-')} {getattr(sampling, name):g}" for name in cuts)
         return f"temperature {sampling.temperature:g}: sampled" + (f" with {kept}" if kept else "")
 
     def set_threshold(self, text: str) -> str:
