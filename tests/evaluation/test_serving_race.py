@@ -55,6 +55,21 @@ def test_a_server_that_would_measure_its_tree_beside_the_others_is_refused(
     assert "without --total-tokens it would measure its tree" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--total-tokens=8", "--total-token"])
+def test_a_size_of_the_tree_may_be_written_as_the_server_takes_it(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(*_: object) -> None:
+        raise ValueError("past the checks")
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n", encoding="utf-8")
+    monkeypatch.setattr(race_command, "gguf_file", end)
+    with pytest.raises(SystemExit):
+        race_command.main(["--prompts", str(prompts), "--output", str(tmp_path), "--", flag, "8"])
+    assert "past the checks" in capsys.readouterr().err
+
+
 def test_rates_and_times_are_those_of_all_turns() -> None:
     found = summaries(ROWS)[1, "a"]
     assert found["rate"] == pytest.approx(20 / 5)

@@ -87,7 +87,7 @@ def check(arguments: argparse.Namespace) -> None:
     require_integer("turns", arguments.turns, 1, "leave it out for the default")
     for clients in arguments.clients:
         require_integer("clients", clients, 1, "1 2 4 8 are usual")
-    if not any(flag.partition("=")[0] == "--total-tokens" for flag in arguments.flags):
+    if not any(flag.partition("=")[0] in ("--total-tokens", "--total-token") for flag in arguments.flags):
         raise ValueError(
             f"the flags of our server are {arguments.flags}: without --total-tokens it would measure its "
             "tree while others are asked; add -- --total-tokens 8"
