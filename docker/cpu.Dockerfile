@@ -21,5 +21,5 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --start-period=180s --interval=30s CMD \
     ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
-# Trees are measured in the first start and kept in /cache. Flags may follow the image's name.
+# The tree is measured while nobody asks, and kept in /cache. Flags may follow the image's name.
 ENTRYPOINT ["eagle-fsd", "serve", "--host", "0.0.0.0"]
