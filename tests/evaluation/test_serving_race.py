@@ -162,7 +162,7 @@ def test_two_races_do_not_write_into_one_output(
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.setattr(race_command, "gguf_file", lambda _: file)
     monkeypatch.setattr(race_command, "start", lambda *_: pytest.fail("a server was started"))
-    argv = f"--prompts {tmp_path}/a.jsonl --servers {OURS} --output {output}"
+    argv = f"--prompts {tmp_path}/a.jsonl --servers {OURS} --output {output} -- --total-tokens 8"
     with sole_writer(output / "rows.jsonl"), pytest.raises(SystemExit, match="2"):
         race_command.main(argv.split())
     assert "rows.jsonl is in use" in capsys.readouterr().err
