@@ -109,26 +109,27 @@ class Service:
         deadline = Deadline(self.limits.request_timeout)
         self.require_model(body.model)
         self.reader.require_few(body)
-        choice = await asyncio.to_thread(self.choose, body)
-        prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
         feed = Feed()
-        stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
-        texts = [prompt for prompt in prompts for _ in range(body.count)]
-        jobs = [
-            Job(
-                prompt=prompt,
-                limit=choice.limit,
-                terms=choice.terms,
-                stream=(choice.stream, place),
-                written=StreamedText(self.tokenizer, stops, prompt if body.goes_on else ()),
-                tell=feed.teller(place),
-                wants_origins=body.wants_origins,
-                top_logprobs=body.top_tokens,
-            )
-            for place, prompt in enumerate(texts)
-        ]
-        answer = self.answer_of(body, jobs, choice, sum(map(len, prompts)))
-        self.worker.submit(jobs)
+        with self.tree.stays():
+            choice = await asyncio.to_thread(self.choose, body)
+            prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
+            stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
+            texts = [prompt for prompt in prompts for _ in range(body.count)]
+            jobs = [
+                Job(
+                    prompt=prompt,
+                    limit=choice.limit,
+                    terms=choice.terms,
+                    stream=(choice.stream, place),
+                    written=StreamedText(self.tokenizer, stops, prompt if body.goes_on else ()),
+                    tell=feed.teller(place),
+                    wants_origins=body.wants_origins,
+                    top_logprobs=body.top_tokens,
+                )
+                for place, prompt in enumerate(texts)
+            ]
+            answer = self.answer_of(body, jobs, choice, sum(map(len, prompts)))
+            self.worker.submit(jobs)
         streamed = False
         try:
             if not body.stream:

@@ -58,6 +58,27 @@ def test_a_busy_machine_is_tried_again_later_than_one_that_had_a_request() -> No
     assert tree.measure(nobody) and tree.size == OTHER
 
 
+def test_a_tree_does_not_change_under_a_request_that_is_read_or_waits() -> None:
+    """Its rule may be that of a budget, which holds for the tree that it was chosen for."""
+    measured, waiting = [], [True]
+    tree = ServedTree(TREE, lambda goes_on, more: measured.append(goes_on()) or FOUND)
+    with tree.stays():
+        assert not tree.measure(nobody) and tree.size == TREE
+    assert not tree.measure(lambda: waiting[0]) and tree.size == TREE
+    assert tree.pause == PAUSE and tree.measure(nobody) and tree.size == OTHER
+    assert measured == [False], "once, and it is told that somebody asks"
+
+
+def test_a_request_that_is_refused_while_it_is_read_makes_no_machine_busy() -> None:
+    def measure(goes_on: Callable[[], bool], more: str) -> None:
+        with tree.stays():
+            assert not goes_on()
+        assert not goes_on(), "as it was said"
+
+    tree = ServedTree(TREE, measure)
+    assert not tree.measure(nobody) and tree.pause == PAUSE
+
+
 def test_a_measurement_that_fails_ends_the_measuring_alone(caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no graph")
@@ -107,6 +128,23 @@ def test_a_request_ends_a_measurement_and_the_next_pause_goes_on_with_it(
     begun[0].clear()
     with TestClient(create_app(tiny_engine(), settings(measure_tree=measure))):
         assert begun[0].wait(30)
+
+
+def test_a_request_keeps_the_tree_till_its_texts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    with TestClient(create_app(tiny_engine(), settings())) as client:
+        service = client.app.state.service
+        for owner, name in ((service, "choose"), (service.reader, "encode"), (service.worker, "submit")):
+            real = getattr(owner, name)
+
+            def noting(*given: Any, real: Any = real) -> Any:
+                held.append(service.tree._held)
+                return real(*given)
+
+            monkeypatch.setattr(owner, name, noting)
+        answer(client)
+        assert client.post("/v1/completions", json={"prompt": "a", "rule": "no"}).status_code == 400
+        assert held == [1, 1, 1, 1] and service.tree._held == 0
 
 
 def server_settings(model: EagleFSD, *argv: str) -> Any:
