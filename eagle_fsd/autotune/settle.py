@@ -72,9 +72,8 @@ class Settler:
     ) -> None:
         self.target, self.drafter, self.name = target, drafter, name
         self.tokenizer, self.folder = tokenizer, folder
-        self._postponed: tuple[Any, ...] | None = (
-            None  # what a TreeChooser is to be asked, see AutoTree.later
-        )
+        # What a TreeChooser is to be asked, see AutoTree.later.
+        self._postponed: tuple[Any, ...] | None = None
         self._chooser: TreeChooser | None = None
         self._told: set[str] = set()  # what was said about budgets
         self._identity: tuple[Any, dict[str, Any]] | None = None  # and the state of the weights then
