@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,19 +119,22 @@ class Conversation:
                 return self.turns[:place], self.turns[place]["content"]
         raise ValueError("there is no message yet: write one first")
 
-    def set_temperature(self, text: str) -> str:
-        before = self.args.temperature
+    @contextmanager
+    def changed(self, **flags: object) -> Iterator[None]:
+        """Give flags these values, and take them back if that raises ValueError, whose flag was a command."""
+        before = {name: getattr(self.args, name) for name in flags}
+        vars(self.args).update(flags)
         try:
-            if text:
-                self.args.temperature = float(text)
-            sampling = self.check(self.options).sampling
+            yield
         except ValueError as error:
-            self.args.temperature = before
-            if "could not convert" in str(error):
-                raise ValueError(
-                    f"temperature is {text!r}: it must be a number of at least 0; 0 is greedy"
-                ) from error
+            vars(self.args).update(before)
             raise ValueError(str(error).removeprefix("--")) from error
+
+    def set_temperature(self, text: str) -> str:
+        rule = "a number of at least 0; 0 is greedy"
+        flags = {"temperature": number_in("temperature", text, rule)} if text else {}
+        with self.changed(**flags):
+            sampling = self.check(self.options).sampling
         if sampling.greedy:
             return "temperature 0: greedy"
         off = SamplingConfig()  # what cuts nothing
@@ -139,25 +143,19 @@ class Conversation:
         return f"temperature {sampling.temperature:g}: sampled" + (f" with {kept}" if kept else "")
 
     def set_threshold(self, text: str) -> str:
-        before = self.args.threshold, self.args.quality_budget
-        try:
-            if text == AUTO:
-                self.args.threshold, self.args.quality_budget = AUTO, self.budget
-            elif text:  # it takes a budget's place
-                self.args.threshold, self.args.quality_budget = float(text), None
-            if text == AUTO and self.args.adapt:
+        flags: dict[str, object] = {}
+        if text == AUTO:
+            if self.args.adapt:
                 raise ValueError(
                     "threshold is auto with --adapt: it holds for the head as it was; give a number"
                 )
+            flags = {"threshold": AUTO, "quality_budget": self.budget}
+        elif text:  # it takes a budget's place
+            given = number_in("threshold", text, "a number of at least 0, or auto")
+            flags = {"threshold": given, "quality_budget": None}
+        with self.changed(**flags):
             options = self.options  # raises ValueError if the rule takes no such threshold
             self.check(options)
-        except ValueError as error:
-            self.args.threshold, self.args.quality_budget = before
-            if "could not convert" in str(error):
-                raise ValueError(
-                    f"threshold is {text!r}: it must be a number of at least 0, or auto"
-                ) from error
-            raise ValueError(str(error).removeprefix("--")) from error  # it came by the command, no flag
         means = "larger is faster and less exact"
         if self.args.threshold is None and self.args.rule != "fuzzy":
             return f"the rule is {self.args.rule}, with what the flags gave it"
@@ -173,11 +171,8 @@ class Conversation:
         name = unquoted(name)
         if not name:
             raise ValueError("/load needs the name of a file: /load chat.json")
-        try:
+        with naming(name, "read"):
             text = Path(name).expanduser().read_text(encoding="utf-8")
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{name}: cannot be read ({reason}); name another file") from error
         self.turns = turns_in(name, text)
         return f"{len(self.turns)} turns of {name}; the chat goes on behind them"
 
@@ -185,16 +180,32 @@ class Conversation:
         name = unquoted(name)
         if not name:
             raise ValueError("/save needs the name of a file: /save chat.json")
-        try:
+        with naming(name, "written"):
             path = Path(name).expanduser().resolve()  # a link stays, and what it points at is written
             if path.exists() and not path.is_file():
                 raise ValueError(f"{name}: is no file; name another one")
             said = json.dumps({"messages": self.turns}, indent=1, ensure_ascii=False)  # to be read by people
             write_atomically(path, f"{said}\n")
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user, or links in a circle
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{name}: cannot be written ({reason}); name another file") from error
         return f"{len(self.turns)} turns are in {name}"
+
+
+def number_in(name: str, text: str, rule: str) -> float:
+    """Return the number that a command gives. Raises ValueError for what is none."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}: it must be {rule}") from error
+
+
+@contextmanager
+def naming(name: str, done: str) -> Iterator[None]:
+    """Raise ValueError for a file that cannot be read or written. done: which of the two is tried."""
+    try:
+        yield
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        # RuntimeError: there is no such user, or links go in a circle.
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name}: cannot be {done} ({reason}); name another file") from error
 
 
 def turns_in(name: str, text: str) -> list[dict[str, str]]:
