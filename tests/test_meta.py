@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.drafters import eagle_drafter, feed
 from support.op_recorder import Capturing, NoAnswers
-from support.tiny_models import FAMILIES, VOCAB, tiny_head, tiny_model
+from support.tiny_models import FAMILIES, VOCAB, attention_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
@@ -33,7 +33,12 @@ from eagle_fsd.target.session import TargetSession
 
 META = torch.device("meta")
 BATCH, TREE = 3, TreeConfig(8, 3, 3)
-EXPERTS = {"mixtral", "qwen3_moe"}  # whose product of groups takes no float32 on this device
+EXPERTS = {
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+}  # whose product of groups takes no float32 on this device
 
 RULES = [
     Lossless(),
@@ -77,7 +82,7 @@ class Numbers:
 @functools.cache
 def target_of(family: str, dtype: torch.dtype = torch.float32) -> TargetModel:
     """Admitted where tensors hold something, then moved."""
-    attention = "eager" if family in ("gemma2", "gptj") else "sdpa"
+    attention = attention_of(family)
     target = TargetModel(tiny_model(family, attention).to(dtype), Captured())
     target.model.to(META)
     target.device = META

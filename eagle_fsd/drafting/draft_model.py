@@ -38,8 +38,8 @@ class Graphs(Protocol):
 class LanguageModel(Protocol):
     """The part of a TargetModel that drafting with it uses.
 
-    max_positions: the longest text that it reads. flash: whether a run of text may be read without a mask.
-    graphs: what computes it in place of torch.
+    max_positions: the longest text that it reads. recurrent: whether layers have states. flash: whether a run
+    of text may be read without a mask. graphs: what computes it in place of torch.
     """
 
     device: torch.device
@@ -47,6 +47,7 @@ class LanguageModel(Protocol):
     hidden_size: int
     vocab_size: int
     max_positions: int
+    recurrent: bool
     flash: bool
 
     @property
@@ -141,6 +142,7 @@ class DraftModelPredictor:
         read = self._read_text if first else self._read
 
         def read_what_counts(tokens: Tensor, start: int) -> Tensor:
+            self.cache.expect_prompt([min(max(one - start, 0), tokens.shape[1]) for one in seen.counts])
             if min(self.cache.row_lengths) + start < self.longest:
                 return read(tokens, start)
             # Nothing is drafted for any of these texts any more, however they go on.
@@ -162,7 +164,16 @@ class DraftModelPredictor:
     def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
         """Read a level of drafted tokens [B, K]; the model's cache has all that is known of their parents."""
         positions, slot_positions = level_positions(self.cache, tokens, level)
+        if self.draft.recurrent:
+            self.cache.expect_level(self._parents_of(visible, level) if level > 1 else None)
         if self.draft.flash:
             self.cache.span = None  # flash-attn would take a level for a run of text, without its mask
         positions = positions.clamp(max=self.longest - 1)
         return self.draft.features(tokens, positions, visible, slot_positions, self.cache)
+
+    def _parents_of(self, visible: Tensor, level: int) -> Tensor:
+        """Return the place [B, K] of each token's parent in the level before. visible: see `step`."""
+        top_k = visible.shape[1]
+        above = torch.arange((level - 2) * top_k, (level - 1) * top_k, device=visible.device)
+        slots = (self.cache.lengths[:, None] + above)[:, None].expand(-1, top_k, -1)
+        return visible.gather(2, slots).long().argmax(2)

@@ -9,7 +9,8 @@ H key-value heads, S slots, D head size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,19 @@ WIDEST = 512  # tokens of a row in a forward on a CPU, which bounds the mask to 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """The first slots of one row of a cache, in memory of their own. parts: by layer or by size of heads."""
+    """The first slots of one row of a cache, in memory of their own.
+
+    parts: by layer or by size of heads. states: of recurrent layers, if there are any.
+    """
 
     slots: int
     parts: Mapping[int, tuple[Tensor, ...]]
+    states: Mapping[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a text can go on only behind all of these slots: states cannot be taken back."""
+        return bool(self.states)
 
 
 class KVCache:
@@ -105,6 +115,18 @@ class KVCache:
         alike = self.exact and min(self.row_lengths) == max(self.row_lengths)
         self.span = slice(start, start + width) if alike else None
         return self.slots
+
+    def expect_prompt(self, counts: Sequence[int]) -> None:
+        """Note how many tokens of each row the next forward reads. The others are padding."""
+
+    def expect_level(self, parents: Tensor | None) -> None:
+        """Note that the next forward is over one more level [B, K] of growing trees.
+
+        parents: each token's place in the level before; None: that is the last committed token.
+        """
+
+    def expect_tree(self, parents: Tensor, depths: Tensor) -> None:
+        """Note that the next forward is over trees; see DraftTree."""
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object

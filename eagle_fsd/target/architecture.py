@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.target.states.mixers import find_mixers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -22,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
+# The attention in a layer of each kind that can run on a tree. In a hybrid layer it is beside a recurrence,
+# and in layers of the kinds without any there is a recurrence alone, or none.
+ATTENTION_IN = {
+    **{FULL: FULL, SLIDING: SLIDING, "attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING},
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "mlp", "moe")),
+}
 # Options of a generation_config that this package does not apply, and the value that turns each one off.
 NEUTRAL_DEFAULTS = {
     **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
@@ -76,19 +84,19 @@ PLAIN = LogitsTransform()  # the logits are lm_head's output itself
 def logits_transform(config: PretrainedConfig) -> LogitsTransform:
     """Return the transform of lm_head's output that a config names; fields absent, None or 0 do nothing."""
     values = {}
-    for name in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+    for name in ("logits_scaling", "logit_scale", "lm_head_multiplier", "final_logit_softcapping"):
         values[name] = value = getattr(config, name, None) or None
         if not isinstance(value, int | float | None):
             raise ValueError(
                 f"the target's {name} is {value!r}: it must be a number; correct its config.json, or use "
                 "another target"
             )
-    divisor, factor, cap = values.values()  # fields of Granite, Cohere and Gemma
-    return LogitsTransform(scale=(factor or 1.0) / (divisor or 1.0), cap=cap)
+    divisor, *factors, cap = values.values()  # fields of Granite, Cohere, Falcon-H1 and Gemma
+    return LogitsTransform(scale=math.prod(one or 1.0 for one in factors) / (divisor or 1.0), cap=cap)
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raise ValueError, naming what is wrong, unless the config describes an attention-only decoder."""
+    """Raise ValueError, naming what is wrong, unless the config describes a decoder that can verify trees."""
     name = config.model_type
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
@@ -100,12 +108,10 @@ def check_supported(config: PretrainedConfig) -> None:
             f"target is a {name!r} model whose text_config is {one_line(repr(text), 60)}: it must be a "
             "config of its own; correct its config.json, or use another target"
         )
-    kinds = set(layer_kinds(text))
-    if kinds - {FULL, SLIDING}:
+    if unknown := sorted(set(layer_kinds(text)) - ATTENTION_IN.keys()):
         raise ValueError(
-            f"target is a {name!r} model with layers of kind {sorted(kinds - {FULL, SLIDING})}: only full "
-            "and sliding attention can be rolled back to an accepted path, recurrent, hybrid and chunked "
-            "layers cannot; use a model with full or sliding attention alone"
+            f"target is a {name!r} model with layers of kind {unknown}: full and sliding attention and "
+            "recurrent layers can be run on a tree, chunked and sparse attention cannot; use another target"
         )
 
 
@@ -113,10 +119,13 @@ def check_model(model: PreTrainedModel) -> None:
     """Raise ValueError, naming what is wrong, unless a model has the parts that decoding needs."""
     check_supported(model.config)
     kind = model.config.model_type
-    if getattr(model, "_is_stateful", False):
+    kinds = layer_kinds(model.config.get_text_config(decoder=True))
+    stateful = getattr(model, "_is_stateful", False) or any(ATTENTION_IN[one] is None for one in kinds)
+    if stateful and not find_mixers(model.get_decoder()):
         raise ValueError(
-            f"target is a {kind!r} model: its state is recurrent and cannot be rolled back to an accepted "
-            "path; use a model with attention layers only"
+            f"target is a {kind!r} model whose recurrent layers keep their states where they cannot be "
+            "rolled back to an accepted path: they must be in transformers' cache, as they are from 5.22 on; "
+            "update transformers, or use another target"
         )
     attention = model.config._attn_implementation
     if attention not in ATTENTION:
@@ -142,10 +151,25 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
+@torch.inference_mode()
+def feature_device(model: PreTrainedModel) -> torch.device:
+    """Return the last layer's device, where features come out; a `device_map` needs a forward to tell."""
+    if not getattr(model, "hf_device_map", None):
+        return model.device
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    return model.get_decoder()(input_ids=token, use_cache=False).last_hidden_state.device
+
+
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """Return the attention kind of every layer; if the config names none, one kind for all layers."""
     kinds = named_layer_kinds(config)
     return kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL]
+
+
+def attention_kinds(config: PretrainedConfig) -> set[str]:
+    """Return which kinds of attention a model's layers have."""
+    found = {ATTENTION_IN[kind] for kind in layer_kinds(config)}
+    return {kind for kind in found if kind is not None}
 
 
 def facts(config: PretrainedConfig) -> tuple[object, ...]:

@@ -40,9 +40,10 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     }.values():
         config = config.get_text_config(decoder=True)
         if getattr(config, "num_hidden_layers", None) == layers:
-            for name in BY_LAYER:
-                if isinstance(kinds := getattr(config, name, None), list) and len(kinds) == layers:
-                    setattr(config, name, kinds[:count])
             config.num_hidden_layers = count
+            for name in BY_LAYER:
+                kinds = getattr(config, name, None)
+                if isinstance(kinds, list) and len(kinds) == layers:  # else they follow from the number
+                    setattr(config, name, kinds[:count])
     mine.generation_config = GenerationConfig()  # it only drafts
     return mine

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from eagle_fsd.runtime.flash_attention import FlashPlan, flash_attention, supports_heads
 from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.target.states.mixers import wrap_mixers
 
 GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
 RELEASED = ("eagle_fsd", "torch", "transformers")  # packages whose versions tell what their classes compute
@@ -61,8 +62,11 @@ def use_attention(decoder: nn.Module, name: str, attention: Callable[..., tuple[
 
 
 def with_grouped_attention(decoder: nn.Module) -> nn.Module:
-    """Return a private copy of a decoder whose layers call our attention instead of sdpa."""
-    mine = private_copy(decoder)
+    """Return a private copy of a decoder whose layers call our attention instead of sdpa.
+
+    Its recurrent layers run on a StateCache.
+    """
+    mine = wrap_mixers(private_copy(decoder))
     if mine.config._attn_implementation == "sdpa":
         use_attention(mine, GROUPED, grouped_attention_forward)
     return mine

@@ -30,9 +30,11 @@ from eagle_fsd.target.admission.checks import (
 from eagle_fsd.target.architecture import (
     FULL,
     SLIDING,
+    attention_kinds,
     cache_argument,
     check_model,
     end_tokens,
+    feature_device,
     ignored_defaults,
     layer_kinds,
     logits_transform,
@@ -45,6 +47,8 @@ from eagle_fsd.target.graph_decoder import GraphDecoder, read_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
 from eagle_fsd.target.kept.kept_model import KeptModel, whole
 from eagle_fsd.target.kept.outline import Outline, class_names, outline_of
+from eagle_fsd.target.states.mixers import find_mixers
+from eagle_fsd.target.states.state_cache import StateCache
 from eagle_fsd.target.taps import TappedDecoder, joined
 
 if TYPE_CHECKING:
@@ -58,7 +62,8 @@ class TargetModel:
 
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
-    logits. max_positions: the longest text, prompt included.
+    logits. max_positions: the longest text, prompt included. kinds: of attention, in its layers. recurrent:
+    whether layers have states; in_parts: see StateCache.
     stepper: how the parts of a step are run. ranks: the processes that hold a part of it each. pages: whether
     its graphs may attend over pages. Draft models need False: pages show a token all slots before its own.
     ignored_defaults: options of the model's generation_config that are not applied here, such as typical_p.
@@ -77,13 +82,13 @@ class TargetModel:
             check_model(model)
         self.ranks = ranks
         self.held = model.eval()
-        self.stepper = stepper
+        self.stepper, self.recurrent, self.in_parts = stepper, False, True
         self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.max_positions = longest_text(self.config)
-        self.kinds = set(layer_kinds(self.config))
+        self.kinds = attention_kinds(self.config)
         self.window: int = getattr(self.config, "sliding_window", None) or 0
         self.logits_transform = logits_transform(self.config)
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
@@ -98,7 +103,9 @@ class TargetModel:
             self.stepper = FixedShapes()
             self.kinds, self.window = set(self.graphs.kinds), model.outline.graphs.window
         else:
-            self.device = self._feature_device()
+            self.device = feature_device(model)
+            self.recurrent = bool(find_mixers(self.decoder))
+            self.stepper = EAGER if self.recurrent else stepper
             self._admit(runtime, pages)
         report_defaults(self.ignored_defaults, self.own_defaults)
 
@@ -260,7 +267,7 @@ class TargetModel:
         if self.graphs is not None:
             return self.graphs.features(tokens, positions, masks, cache)
         # A decoder that the user compiled keeps the attention that it was compiled with.
-        compiled = self.decoder._compiled_call_impl is not None
+        compiled = self.decoder._compiled_call_impl is not None and not self.recurrent
         inputs = self._inputs(tokens, positions, masks, cache, relation)
         output = (self.decoder if compiled else self._masked_decoder)(**inputs)
         return output.last_hidden_state.to(self.device)
@@ -312,14 +319,15 @@ class TargetModel:
         relation: Tensor | None,
     ) -> dict[str, Any]:
         """Return the arguments of the decoder's forward."""
-        masks = {kind: additive(visible[kind], self.dtype) for kind in self.kinds}
+        masks = {kind: additive(visible[kind], self.dtype) for kind in self.kinds or (FULL,)}
+        named = {**dict.fromkeys(layer_kinds(self.config)), **masks}  # layers without attention have none
         plan = {}
         if self.flash and (relation is not None or cache.span is not None):
             lengths = cache.lengths.to(torch.int32)
             plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
         return {
             "input_ids": tokens.to(self.input_device),
-            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "attention_mask": named if len(masks) > 1 else next(iter(masks.values())),
             "position_ids": positions,
             cache_argument(type(self.decoder)): cache,
             "use_cache": True,
@@ -330,17 +338,11 @@ class TargetModel:
         """Return an empty cache for `batch` texts, with `capacity` slots each at first."""
         if self.graphs is not None:
             return self.graphs.new_cache(batch, capacity)
+        if self.recurrent:
+            return StateCache(batch, capacity, self.device, self.in_parts)
         return KVCache(batch, capacity, self.device, self.stepper.view)
 
     def expect(self, rows: int, nodes: int, again: bool = True) -> None:
         """Prepare for many forwards over trees of this many nodes; again: the next process may, too."""
         if self.graphs is not None:
             self.graphs.expect(rows, nodes, again)
-
-    @torch.inference_mode()
-    def _feature_device(self) -> torch.device:
-        """Return the last layer's device, where features come out; a `device_map` needs a forward to tell."""
-        if not getattr(self.model, "hf_device_map", None):
-            return self.model.device
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
-        return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device

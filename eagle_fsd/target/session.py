@@ -97,6 +97,7 @@ class TargetSession:
             chunk = tokens[:, start : start + self.cache.widest]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
+            self.cache.expect_prompt([min(max(one - start, 0), chunk.shape[1]) for one in lengths])
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
             visible = slot_positions[:, None, :] <= slots[:, :, None]
             parts.append(self._run(chunk, slots, visible, slot_positions)[1])
@@ -113,6 +114,7 @@ class TargetSession:
         Returns logits [B, N, V] float32 and features [B, N, D], see `prefill`.
         """
         self.cache.reserve(tree.tokens.shape[1])
+        self.cache.expect_tree(tree.parents, tree.depths)
         logits, features, self.cache.slots = self._forward(tree.tokens, tree.parents, tree.depths, tree.depth)
         return logits, features
 

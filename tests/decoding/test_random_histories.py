@@ -28,7 +28,7 @@ from support.random_calls import (
     random_call,
     seeds,
 )
-from support.tiny_models import FAMILIES, attention_of, tiny_model
+from support.tiny_models import FAMILIES, RECURRENT, attention_of, tiny_model
 
 from eagle_fsd import EagleFSD, GenerationOptions, PromptCache, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
@@ -49,6 +49,11 @@ from eagle_fsd.target.session import TargetSession
 
 POSITIONS = 512
 CONVERTED = ("llama", "gemma3", "gemma2", "qwen2-window", "gpt2", "granite")
+RUN_BY = {
+    "torch": sorted([*FAMILIES, *RECURRENT]),
+    "recorded": sorted(FAMILIES),
+    "openvino": CONVERTED,
+}
 ASKED = "EAGLE_FSD_HISTORY"
 
 
@@ -83,7 +88,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         draw, graphs = self.draw, OpenVINO("float32") if self.runtime == "openvino" else None
-        family = draw.choice(CONVERTED if graphs else sorted(FAMILIES))
+        family = draw.choice(RUN_BY[self.runtime])
         sizes: dict[str, Any] = {
             "n_positions" if family in ("gpt2", "gptj") else "max_position_embeddings": POSITIONS
         }

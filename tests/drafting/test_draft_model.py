@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.drafter_laws import require_same_state
 from support.fake_flash import FakeFlash
 from support.op_recorder import OpRecorder
@@ -36,6 +37,8 @@ DEEP = TreeConfig(43, 11, 2)  # all of its candidates, whose paths outgrow the f
 TARGET = TargetModel(tiny_model())
 # Full attention, windows of 8 tokens in all layers or in some, learned positions, a soft-cap.
 FAMILIES = {"llama": "sdpa", "mistral": "sdpa", "gemma3": "sdpa", "gpt2": "sdpa", "gemma2": "eager"}
+if hasattr(transformers.Cache, "get_conv_state"):
+    FAMILIES |= {"qwen3_5": "sdpa", "falcon_h1": "sdpa", "jamba": "sdpa"}
 
 
 def other_model(family: str = "llama", **sizes: Any) -> TargetModel:

@@ -103,6 +103,90 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LLAMA_LIKE, "logits_scaling": 7.0, "embedding_multiplier": 2.0},
     ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {**LLAMA_LIKE, "logit_scale": 0.25}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**LLAMA_LIKE, **MIXED, **EXPERTS}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **{**LLAMA_LIKE, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+            **{"v_head_dim": 6, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24},
+            **{"first_k_dense_replace": 1},
+        },
+    ),
+}
+
+
+MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+NO_HEAD_DIM = {key: value for key, value in LLAMA_LIKE.items() if key != "head_dim"}
+# Families with recurrent layers, from transformers 5.22 on.
+RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**LLAMA_LIKE, **LINEAR, **DELTA}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**LLAMA_LIKE, **LINEAR, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 24},
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**NO_HEAD_DIM, **LINEAR, **DELTA}),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**NO_HEAD_DIM, "layer_types": ["conv", "full_attention"]}),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {**LLAMA_LIKE, **MAMBA_2, "mamba_d_ssm": 64, "lm_head_multiplier": 0.75},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **{**NO_HEAD_DIM, **EXPERTS, **MAMBA_2, "shared_intermediate_size": 24},
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **{**LLAMA_LIKE, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+            **{
+                "num_hidden_layers": 4,
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 8,
+                "n_groups": 1,
+            },
+        },
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **{**NO_HEAD_DIM, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        {
+            **{**NO_HEAD_DIM, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+            **{"hybrid_layer_ids": [1, 3], "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4},
+            **{"mamba_headdim": 16, "num_mem_blocks": 1, "use_mamba_kernels": False},
+        },
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {
+            **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 8},
+            **{"num_heads": 4, "head_dim": 16, "n_groups": 1, "tie_word_embeddings": False},
+            **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        },
+    ),
 }
 
 
@@ -113,19 +197,19 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-EAGER_ONLY = ("gemma2", "gptj")  # no sdpa in transformers
+EAGER_ONLY = ("gemma2", "gptj", "gpt_oss")  # no sdpa in transformers
 
 
 def attention_of(family: str) -> str:
     """Return the attention that a family is loaded with: sdpa if it can."""
-    return "eager" if family in EAGER_ONLY else "sdpa"
+    return "eager" if family in (*EAGER_ONLY, "mamba2") else "sdpa"
 
 
 def tiny_model(
     family: str = "llama", attention: str = "sdpa", seed: int = 0, **overrides: object
 ) -> transformers.PreTrainedModel:
     """Return a model of the family with wide random weights, in eval mode, without end tokens."""
-    model_class, config_class, arguments = FAMILIES[family]
+    model_class, config_class, arguments = {**FAMILIES, **RECURRENT}[family]
     config = getattr(transformers, config_class)(**{**arguments, **overrides})
     config._attn_implementation = attention
     model = getattr(transformers, model_class)(config).eval()

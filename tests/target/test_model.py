@@ -39,7 +39,7 @@ NEW_TOKENS = 20
 LENGTHS = (3, 2 * WINDOW + 1, WINDOW + 2)  # shorter and longer than the window, and all end beyond it
 SDPA = (
     *("llama", "qwen2", "qwen2-window", "qwen3", "mistral", "gemma3", "phi3", "phi3-window", "olmo2"),
-    *("gpt2", "gpt_neox", "mixtral", "qwen3_moe", "granite", "cohere"),
+    *("gpt2", "gpt_neox", "mixtral", "qwen3_moe", "granite", "cohere", "deepseek_v3"),
 )
 ARCHITECTURES = [(family, "sdpa") for family in SDPA] + [(family, "eager") for family in (*SDPA, *EAGER_ONLY)]
 TREE = TreeConfig(16, 5, 3)
@@ -303,17 +303,12 @@ def small_t5() -> transformers.PreTrainedModel:
     )
 
 
-def small_mamba() -> transformers.PreTrainedModel:
-    return transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4)
+def small_rwkv() -> transformers.PreTrainedModel:
+    return transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32
+        )
     )
-
-
-def small_jamba() -> transformers.PreTrainedModel:
-    config = transformers.JambaConfig(
-        **SMALL, num_key_value_heads=2, num_experts=2, attn_layer_period=2, attn_layer_offset=1
-    )
-    return transformers.JambaForCausalLM(config)
 
 
 def small_bert() -> transformers.PreTrainedModel:
@@ -363,8 +358,7 @@ def small_gpt_neo() -> transformers.PreTrainedModel:
     ("make", "reason"),
     [
         (small_t5, "'t5' model: encoder-decoders are not supported"),
-        (small_mamba, "'mamba' model with layers of kind"),
-        (small_jamba, "'jamba' model with layers of kind"),
+        (small_rwkv, "'rwkv' model whose recurrent layers keep their states where"),
         (small_bert, "'bert' model whose tree verification differs"),
         (small_bloom, "'bloom' model, which cannot verify draft trees"),
         (small_mpt, r"'mpt' model whose tree verification differs .* \(ALiBi, say\)"),
@@ -386,16 +380,15 @@ def test_other_models_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_hybrids_are_refused_by_their_config_alone() -> None:
+def test_families_are_admitted_by_their_config_alone() -> None:
     for config in (
+        transformers.LlamaConfig(),
+        transformers.Gemma3TextConfig(),
         transformers.Qwen3NextConfig(num_hidden_layers=4),
         transformers.MambaConfig(),
         transformers.JambaConfig(),
     ):
-        with pytest.raises(ValueError, match="can be rolled back"):
-            check_supported(config)
-    check_supported(transformers.LlamaConfig())
-    check_supported(transformers.Gemma3TextConfig())
+        check_supported(config)
 
 
 def test_flash_attention_is_refused() -> None:

@@ -34,8 +34,7 @@ RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 # in a way that the converter does not know.
 REFUSED = {
     **({"gptj": "'gptj' model"} if RELEASE < (5, 24) else {}),
-    "mixtral": "Model wasn't fully converted",
-    "qwen3_moe": "Model wasn't fully converted",
+    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"), "Model wasn't fully converted"),
 }
 SUPPORTED = [
     pytest.param(family, marks=() if family in ALWAYS else pytest.mark.slow)
@@ -129,7 +128,8 @@ def test_blocks_serve_where_pages_do_not(
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=pytest.mark.slow if one == "qwen3_moe" else ()) for one in REFUSED]
+    "family",
+    [pytest.param(one, marks=() if one in ("gptj", "mixtral") else pytest.mark.slow) for one in REFUSED],
 )
 def test_what_cannot_be_converted_is_refused(family: str) -> None:
     root = logging.getLogger()

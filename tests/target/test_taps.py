@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from support.stubs import generator, random_parents
-from support.tiny_models import FAMILIES, VOCAB, prompts_of, tiny_model
+from support.tiny_models import FAMILIES, VOCAB, attention_of, prompts_of, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,8 +32,7 @@ def deep_model(family: str = "llama", **options: object) -> PreTrainedModel:
     name = "n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers"
     if "layer_types" in FAMILIES[family][2]:
         options["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    attention = "eager" if family in ("gemma2", "gptj") else "sdpa"
-    return tiny_model(family, attention, **{name: LAYERS, **options})
+    return tiny_model(family, attention_of(family), **{name: LAYERS, **options})
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 What is kept is a copy of the text's slots in the caches of target and drafter. It is the state between two
 steps: a text of n tokens, the last of which is a root that the target has not read. Slots of the first tokens
-depend on these tokens alone, so a prompt may go on from any of them.
+depend on these tokens alone, so a prompt may go on from any of them. States of recurrent layers are those at
+the end, so with them it may go on from there alone.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class KeptText:
         """The tokens that a prompt has to share at least."""
         return self.tokens[:LEAST].tolist()
 
+    @property
+    def whole(self) -> bool:
+        """Whether a prompt can go on only from the text's end."""
+        return any(saved.whole for saved in (self.target, *(self.drafter or ())))
+
     def load(self, start: int, tokens: Tensor, session: TargetSession, drafter: Drafter) -> PromptReader:
         """Let row 0 hold the first `start` tokens of a prompt [1, L], and return a reader of the others."""
         session.load_row(0, self.target, start - 1)
@@ -82,9 +88,12 @@ class PrefixCache:
         """
         if not (alike := self.beginning_like(prompt)):
             return None
-        tokens, best, length, most = host_tokens(prompt), None, LEAST - 1, len(prompt) - self.read_anyway
+        tokens, best, length = host_tokens(prompt), None, LEAST - 1
         for kept in alike:
-            if (agreed := min(count_agreed(kept.tokens, tokens), most)) > length:
+            # With states there is one place to go on from, so the drafter then has to do with fewer lists.
+            most = len(prompt) - (1 if kept.whole else self.read_anyway)
+            agreed = min(count_agreed(kept.tokens, tokens), most)
+            if agreed > length and (agreed == len(kept.tokens) or not kept.whole):
                 best, length = kept, agreed
         return None if best is None else (best, length)
 
@@ -103,7 +112,10 @@ class PrefixCache:
         self.expect(drafter)
         tokens = host_tokens(prompt)[None].to(session.cache.device)
         found = self.find(prompt)
-        start = min(session.ranks.gather(0 if found is None else found[1]))
+        starts = session.ranks.gather(0 if found is None else found[1])
+        start = min(starts)
+        if found is not None and found[0].whole and start < max(starts):
+            start = 0
         if found is None or not start:
             reader = PromptReader(tokens, session, drafter)
         else:
@@ -161,7 +173,8 @@ class PrefixCache:
     def prepare(self, tokens: Sequence[int], slots: int, room: int) -> bool:
         """Make room for a text, and return whether it is to be added.
 
-        room: the slots that all kept texts may take now. A text that another one begins with adds nothing.
+        room: the slots that all kept texts may take now. A text that another one begins with adds nothing,
+        unless only the end of that one can be gone on from.
         """
         limit = min(self.limit, room)
         if slots > limit or len(tokens) <= LEAST:
@@ -169,10 +182,10 @@ class PrefixCache:
         new = host_tokens(tokens)
         agreed = {kept: count_agreed(kept.tokens, new) for kept in self.beginning_like(tokens)}
         for kept, count in agreed.items():
-            if count == len(new):
+            if count == len(new) and (not kept.whole or count == len(kept.tokens)):
                 self.use(kept)
                 return False
-        self.texts = [kept for kept in self.texts if agreed.get(kept, 0) < len(kept.tokens)]
+        self.texts = [one for one in self.texts if one.whole or agreed.get(one, 0) < len(one.tokens)]
         self.shrink(limit - slots)
         return True
 

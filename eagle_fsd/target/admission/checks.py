@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +30,11 @@ from eagle_fsd.target.admission.small_tree import (
     tree_difference,
 )
 from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds
-from eagle_fsd.target.graph_decoder import may_page, trace_graphs
+from eagle_fsd.target.graph_decoder import REMEDY, may_page, trace_graphs
+from eagle_fsd.target.states.mixers import find_mixers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
@@ -55,6 +60,9 @@ def check_tree_verification(target: Candidate) -> None:
                     difference = tree_difference(target)
         else:
             difference = tree_difference(target)
+        if target.recurrent and not difference < tolerance(target):
+            target.in_parts = False  # some layers begin anew with each part of a prompt
+            difference = tree_difference(target)
     except FORWARD_ERRORS as error:
         refuse_lack_of_memory(f"target {kind!r}", error)
         reason = one_line(error)
@@ -69,12 +77,22 @@ def check_tree_verification(target: Candidate) -> None:
         )
 
 
+def refuse_states(model: PreTrainedModel) -> None:
+    """Raise ValueError if a model has recurrent layers, which no graph is made of."""
+    if find_mixers(model.get_decoder()):
+        raise ValueError(
+            f"target is a {model.config.model_type!r} model with recurrent layers, which OpenVINO does not "
+            f"compute here: {REMEDY}"
+        )
+
+
 @torch.inference_mode()
 def compute_with(target: Candidate, runtime: OpenVINO, pages: bool) -> None:
     """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model.
 
     pages: whether its graphs may attend over pages.
     """
+    refuse_states(target.model)
     target.stepper = FixedShapes()
     for paged in [True, False] if pages and may_page(sorted(target.kinds), runtime) else [False]:
         try:

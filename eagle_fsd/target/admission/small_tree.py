@@ -32,6 +32,8 @@ class Candidate(MaskedForward, Protocol):
     kinds: set[str]
     window: int
     flash: bool
+    recurrent: bool
+    in_parts: bool
     graphs: GraphDecoder | None
 
     @property
@@ -103,11 +105,15 @@ def least_difference(target: Candidate, on_text: Callable[[int], float]) -> floa
 def difference_on(target: Candidate, part: int) -> float:
     """Return `tree_difference` on one text.
 
-    The tree is a(b(d), c(e)) behind a prefix of two tokens; each of its two paths gets a plain forward.
+    The tree is a(b(d), c(e)) behind a prefix of two tokens; each of its two paths gets a plain forward. A
+    model with states reads its prefix twice over, in two parts, as a long prompt is read.
     """
     prefix, tokens, tree = small_tree(target, part)
     session = TargetSession(target, batch=1, capacity=16)
     session.prefill(torch.tensor([prefix], device=target.device), [2])
+    if target.recurrent:
+        session.prefill(torch.tensor([prefix], device=target.device), [2])
+        prefix = prefix * 2
     logits, _ = session.verify(tree)
     plain = plain_forward(target) if is_exact(target) else own_forward(target)
     differences = []
