@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,32 +36,120 @@ def wrap_mixers(decoder: nn.Module) -> nn.Module:
     """Let the recurrent layers of a private copy run on a StateCache; return the copy."""
     for number, mixer in enumerate(find_mixers(decoder)):
         mixer._compiled_call_impl = None
+        for name, child in mixer._modules.items():
+            if isinstance(child, nn.Linear):
+                mixer._modules[name] = sharing_copy(child)
         vars(mixer)["forward"] = on_states(mixer.forward, number)
     return decoder
 
 
 def on_states(forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
-    """Return a recurrent layer's forward that runs on a StateCache if it is given one.
-
-    The padding mask is left out, since no call has padding.
-    """
+    """Return a recurrent layer's forward that runs on a StateCache if it is given one."""
+    last = LastLinear()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        cache = next((value for value in given if isinstance(value, StateCache)), None)
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
         if cache is None:
             return forward(*args, **kwargs)
-        hidden = next(value for value in given if isinstance(value, Tensor))
-        if "attention_mask" in kwargs:
-            kwargs["attention_mask"] = None
-
-        def call(part: Tensor, states: CallStates) -> Tensor:
-            def exchanged(value: Any) -> Any:
-                return part if value is hidden else states if value is cache else value
-
-            made = forward(*map(exchanged, args), **{name: exchanged(kwargs[name]) for name in kwargs})
-            return made if isinstance(made, Tensor) else made[0]
-
-        return cache.run(layer, hidden, call)
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, last))
 
     return torch.compiler.disable(run)
+
+
+class LastLinear:
+    """The linear layer whose output is that of a recurrent layer, once a call has shown it."""
+
+    linear: nn.Module | None = None
+
+
+class Mixer:
+    """One forward of a recurrent layer, made of calls for some tokens each.
+
+    A tree has a call for each level. Its linear layers run once for all of them: those that read the layer's
+    input before the first level, and the one that makes its output behind the last level. Otherwise each
+    level would read their weights anew. args, kwargs: of the forward. hidden: the input among them,
+    [B, n, d].
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: Tensor,
+        last: LastLinear,
+    ) -> None:
+        self.forward, self.args, self.kwargs = forward, args, kwargs
+        self.hidden, self.last = hidden, last
+        self.part, self.places = hidden, tuple[Tensor, ...]()
+        self.made: dict[nn.Module, Tensor] = {}
+        self.outputs: dict[nn.Module, Tensor] = {}
+        self.delayed: Tensor | None = None
+
+    def texts(self, part: Tensor, states: CallStates) -> Tensor:
+        """Run tokens [M, n, d] of M texts from their states, and replace these; return the output."""
+        self.part, self.places = part, ()
+        output = self._call(part, states)
+        if self.last.linear is None:
+            self.last.linear = next((one for one, made in self.outputs.items() if made is output), None)
+        self.outputs = {}
+        return output
+
+    def level(self, places: tuple[Tensor, Tensor], states: CallStates) -> Tensor:
+        """Run the nodes of a tree at M places, rows and nodes; return what `finish` takes, [M, ...]."""
+        self.part, self.places = self.hidden[places][:, None], places
+        output = self._call(self.part, states)
+        if self.last.linear is not None and output is not self.delayed:
+            raise NotImplementedError("a recurrent layer changes what its last linear layer has made")
+        return output[:, 0]
+
+    def finish(self, made: Tensor) -> Tensor:
+        """Return the output [B, N, d] for what the levels returned, [B, N, ...]."""
+        return made if self.last.linear is None else cast(Tensor, self.last.linear(made))
+
+    def multiply(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """Run a linear layer in one of the calls."""
+        if not self.places:
+            self.outputs[linear] = linear(x)
+            return self.outputs[linear]
+        if linear is self.last.linear:
+            self.delayed = x
+            return x
+        if x is not self.part:
+            return cast(Tensor, linear(x))
+        if linear not in self.made:
+            self.made[linear] = linear(self.hidden)
+        return self.made[linear][self.places][:, None]
+
+    def _call(self, part: Tensor, states: CallStates) -> Tensor:
+        """Call the layer's forward on a part of its input. The padding mask is left out: there is none."""
+
+        def exchanged(name: object, value: Any) -> Any:
+            if value is self.hidden:
+                return part
+            return states if isinstance(value, StateCache) else None if name == "attention_mask" else value
+
+        args = [exchanged(place, value) for place, value in enumerate(self.args)]
+        token = _mixer.set(self)
+        try:
+            made = self.forward(*args, **{name: exchanged(name, one) for name, one in self.kwargs.items()})
+        finally:
+            _mixer.reset(token)
+        return made if isinstance(made, Tensor) else cast(Tensor, made[0])
+
+
+_mixer: ContextVar[Mixer | None] = ContextVar("mixer", default=None)
+
+
+def sharing_copy(linear: nn.Module) -> nn.Module:
+    """Return a stand-in for a linear layer of a recurrent one, with all that it has."""
+    mine = object.__new__(type(linear))
+    vars(mine).update(vars(linear))
+
+    def run(x: Tensor) -> Tensor:
+        mixer = _mixer.get()
+        return linear(x) if mixer is None else mixer.multiply(linear, x)
+
+    vars(mine)["forward"] = run
+    return mine

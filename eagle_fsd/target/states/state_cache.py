@@ -8,10 +8,9 @@ the batch, N nodes, M texts or nodes of one call, n tokens of each, d the width 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 Key = tuple[Any, ...]  # a state's layer, kind ("conv" or "recurrent") and number
-# A layer's forward for the hidden states [M, n, d] of M texts, from their states, which it replaces.
-Call = Callable[[Tensor, "CallStates"], Tensor]
 
 
 class CallStates:
@@ -76,13 +73,23 @@ class CallStates:
         return recurrent_states
 
 
+class Layer(Protocol):
+    """One forward of a recurrent layer, in parts; see mixers.Mixer."""
+
+    def texts(self, part: Tensor, states: CallStates) -> Tensor: ...
+
+    def level(self, places: tuple[Tensor, Tensor], states: CallStates) -> Tensor: ...
+
+    def finish(self, made: Tensor) -> Tensor: ...
+
+
 class StateCache(KVCache):
     """A KVCache with the states of recurrent layers.
 
     states: by key, [rows, ...] each, behind the committed tokens of each row; 0 before the first one. nodes:
     by key, [B, N, ...] each, behind the nodes of the tree that is being verified, or [B, K, ...] behind those
-    of the last level of a tree that is growing. in_parts: whether layers
-    can read several tokens behind others; if not, they read these one by one.
+    of the last level of a tree that is growing. in_parts: whether layers can read several tokens behind
+    others; if not, they read these one by one.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, in_parts: bool = True) -> None:
@@ -90,7 +97,7 @@ class StateCache(KVCache):
         self.in_parts = in_parts
         self.states: dict[Key, Tensor] = {}
         self.nodes: dict[Key, Tensor] = {}
-        self._run: Callable[[int, Tensor, Call], Tensor] = functools.partial(self._run_prompt, [])
+        self._expected: tuple[Callable[..., Tensor], object] = (StateCache._run_prompt, [])
         self._path: Tensor | None = None
 
     @property
@@ -98,73 +105,84 @@ class StateCache(KVCache):
         return super().nbytes + sum(state.nbytes for state in self.states.values())
 
     def expect_prompt(self, counts: Sequence[int]) -> None:
-        self._run, self._path = functools.partial(self._run_prompt, counts), None
+        self._expected, self._path = (StateCache._run_prompt, counts), None
 
     def expect_level(self, parents: Tensor | None) -> None:
-        self._run = functools.partial(self._run_level, parents)
+        self._expected = (StateCache._run_level, parents)
 
     def expect_tree(self, parents: Tensor, depths: Tensor) -> None:
-        self.nodes, self._path = {}, None
-        self._run = functools.partial(self._run_tree, parents, depths)
+        levels = []
+        for level in range(int(depths.max()) + 1):
+            rows, nodes = (depths == level).nonzero(as_tuple=True)
+            levels.append((rows, nodes, parents[rows, nodes]))
+        self._expected, self._path, self.nodes = (StateCache._run_tree, levels), None, {}
 
-    def run(self, layer: int, hidden: Tensor, call: Call) -> Tensor:
-        """Run a layer on hidden states [B, n, d]: of what is expected."""
-        return self._run(layer, hidden, call)
+    def run(self, number: int, hidden: Tensor, layer: Layer) -> Tensor:
+        """Run a recurrent layer on hidden states [B, n, d] of the tokens that are expected.
 
-    def _run_prompt(self, counts: Sequence[int], layer: int, hidden: Tensor, call: Call) -> Tensor:
+        number: of the layer among the recurrent ones.
+        """
+        run, tokens = self._expected
+        return run(self, tokens, number, hidden, layer)
+
+    def _run_prompt(self, counts: Sequence[int], number: int, hidden: Tensor, layer: Layer) -> Tensor:
         """Run the first tokens of each row, as many as it has, with one call for all rows of as many."""
         output: Tensor | None = None
         for count in sorted(set(counts) - {0}):
             rows = on_device([row for row, own in enumerate(counts) if own == count], hidden.device)
-            states = CallStates(self._states_of(layer, self.states, (rows,)))
+            states = CallStates(self._states_of(number, self.states, (rows,)))
             width = count if self.in_parts or not states.held else 1
-            made = torch.cat([call(part, states) for part in hidden[rows, :count].split(width, dim=1)], dim=1)
+            parts = hidden[rows, :count].split(width, dim=1)
+            made = torch.cat([layer.texts(part, states) for part in parts], dim=1)
             if output is None:
                 output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
             output[rows, :count] = made
-            self._store(layer, self.states, (self.rows,), (rows,), states)
+            self._store(number, self.states, (self.rows,), (rows,), states)
         return torch.zeros_like(hidden) if output is None else output
 
-    def _run_level(self, parents: Tensor | None, layer: int, hidden: Tensor, call: Call) -> Tensor:
+    def _run_level(self, parents: Tensor | None, number: int, hidden: Tensor, layer: Layer) -> Tensor:
         """Run a level together, each token from its parent's state."""
         batch, width = hidden.shape[:2]
         rows = torch.arange(batch, device=hidden.device).repeat_interleave(width)
         if parents is None:
-            states = CallStates(self._states_of(layer, self.states, (rows,)))
+            states = CallStates(self._states_of(number, self.states, (rows,)))
         else:
-            states = CallStates(self._states_of(layer, self.nodes, (rows, parents.flatten().to(rows.device))))
-        made = call(hidden.flatten(0, 1)[:, None], states)
+            places = (rows, parents.flatten().to(rows.device))
+            states = CallStates(self._states_of(number, self.nodes, places))
+        made = layer.texts(hidden.flatten(0, 1)[:, None], states)
         for key, state in states.held.items():
-            self.nodes[(layer, *key)] = state.unflatten(0, (batch, width))
+            self.nodes[(number, *key)] = state.unflatten(0, (batch, width))
         return made.view(batch, width, -1)
 
-    def _run_tree(self, parents: Tensor, depths: Tensor, layer: int, hidden: Tensor, call: Call) -> Tensor:
+    def _run_tree(
+        self, levels: Sequence[tuple[Tensor, ...]], number: int, hidden: Tensor, layer: Layer
+    ) -> Tensor:
         """Run the nodes of each level together, each from its parent's state, the roots from their rows'."""
-        parents, depths = parents.to(hidden.device), depths.to(hidden.device)
+        sizes = tuple(hidden.shape[:2])
         output: Tensor | None = None
-        for level in range(int(depths.max()) + 1):
-            rows, nodes = (depths == level).nonzero(as_tuple=True)
-            if level:
-                states = CallStates(self._states_of(layer, self.nodes, (rows, parents[rows, nodes])))
-            else:
-                states = CallStates(self._states_of(layer, self.states, (rows,)))
-            made = call(hidden[rows, nodes][:, None], states)[:, 0]
+        for level in levels:
+            rows, nodes, parents = (places.to(hidden.device) for places in level)
             if output is None:
-                output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
+                states = CallStates(self._states_of(number, self.states, (rows,)))
+            else:
+                states = CallStates(self._states_of(number, self.nodes, (rows, parents)))
+            made = layer.level((rows, nodes), states)
+            if output is None:
+                output = made.new_zeros(*sizes, made.shape[-1])
             output[rows, nodes] = made
-            self._store(layer, self.nodes, tuple(hidden.shape[:2]), (rows, nodes), states)
+            self._store(number, self.nodes, sizes, (rows, nodes), states)
         assert output is not None, "a tree has a root"
-        return output
+        return layer.finish(output)
 
     def _states_of(
-        self, layer: int, kept: Mapping[Key, Tensor], places: tuple[Tensor, ...]
+        self, number: int, kept: Mapping[Key, Tensor], places: tuple[Tensor, ...]
     ) -> dict[tuple[str, int], Tensor]:
         """Return copies of a layer's states at some places."""
-        return {key[1:]: state[places] for key, state in kept.items() if key[0] == layer}
+        return {key[1:]: state[places] for key, state in kept.items() if key[0] == number}
 
     def _store(
         self,
-        layer: int,
+        number: int,
         kept: dict[Key, Tensor],
         sizes: tuple[int, ...],
         places: tuple[Tensor, ...],
@@ -172,7 +190,7 @@ class StateCache(KVCache):
     ) -> None:
         """Store the states that a call of a layer made, at their places among those of these sizes."""
         for key, state in made.held.items():
-            whole = (layer, *key)
+            whole = (number, *key)
             if whole not in kept:
                 kept[whole] = state.new_zeros(*sizes, *state.shape[1:])
             kept[whole][places] = state
