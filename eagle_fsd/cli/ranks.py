@@ -86,10 +86,8 @@ def in_silence(program: Program, argv: Sequence[str] | None, rank: int) -> int:
     ):
         try:
             code = program(argv)
-        except SystemExit as end:  # of the parser, or with the line that says why
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else EXIT_USAGE
-            if isinstance(end.code, str):
-                said.write(f"\n{end.code}")
+        except SystemExit as end:  # of the parser, or of a signal
+            code = end.code if isinstance(end.code, int) else 0
         except Exception:
             time.sleep(GRACE)
             raise

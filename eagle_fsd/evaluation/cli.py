@@ -11,8 +11,8 @@ from pathlib import Path
 
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.devices import ran_out_of_memory
-from eagle_fsd.core.process.signals import EXIT_BROKEN_PIPE, report_interrupt
-from eagle_fsd.core.process.streams import discard_stdout, outlive_stderr
+from eagle_fsd.core.process.signals import EXIT_BROKEN_PIPE, EXIT_USAGE, report_interrupt
+from eagle_fsd.core.process.streams import discard_stdout, outlive_stderr, tell
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.tasks.base import require_range
@@ -148,4 +148,5 @@ def say(text: object) -> None:
             discard_stdout()
         if isinstance(error, BrokenPipeError):
             sys.exit(EXIT_BROKEN_PIPE)
-        sys.exit(f"stdout takes no more ({error.strerror}): what is in files stays; make room there")
+        tell(f"stdout takes no more ({error.strerror}): what is in files stays; make room there")
+        sys.exit(EXIT_USAGE)

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
+from eagle_fsd.cli.mistakes import report_mistake
 from eagle_fsd.cli.ranks import in_silence
 from eagle_fsd.core.checks import flag_of, one_line, require_integer
 from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resolve_device
@@ -36,28 +37,28 @@ def run_command(
     """
     if rank := rank_by_environment()[0]:
         sys.exit(in_silence(lambda words: report(parser, run, words), argv, rank))
-    report(parser, run, argv)
+    if code := report(parser, run, argv):
+        sys.exit(code)
 
 
 def report(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
 ) -> int:
-    """Do a command's work, with its progress and its errors on stderr, and return 0."""
+    """Do a command's work, with its progress and its errors on stderr, and return the exit code."""
     args = parser.parse_args(argv)
-    name = parser.prog.removesuffix(".py")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it notes what it does with fonts
     try:
         with outlive_stderr():
             run(args)
     except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"{name}: {one_line(error, 1000)}")
+        return report_mistake(parser.prog, one_line(error, 1000))
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")
+        return report_mistake(parser.prog, f"{one_line(error, 200)}; lower --batch-tokens or --rows")
     except KeyboardInterrupt:
-        sys.exit(report_interrupt())
+        return report_interrupt()
     return 0
 
 

@@ -112,9 +112,10 @@ def test_a_wrong_command_is_a_line(
 
 
 def test_a_command_goes_by_its_full_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^eagle-fsd train text: .*gone: cannot be read"):
+    with pytest.raises(SystemExit, match="2"):
         pairs = ["--pairs", str(tmp_path / "gone"), "--pairs-rows", "1"]
         console.main(["train", "text", *pairs, "--output", str(tmp_path / "o")])
+    assert re.match(r"eagle-fsd train text: error: .*gone: cannot be read", capsys.readouterr().err)
     with pytest.raises(SystemExit, match="2"):
         console.main(["train", "head"])
     assert "\neagle-fsd train head: error: the following arguments are" in capsys.readouterr().err

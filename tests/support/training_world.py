@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,10 +166,11 @@ def losses(folder: Path) -> list[float]:
 
 @contextmanager
 def ends_in_one_line(message: str) -> Iterator[None]:
-    """Require that a command within ends with its name and one line that begins as this pattern says."""
-    with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
+    """Require that a command within ends as a mistake does, its line beginning as this pattern says."""
+    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as end:
         yield
-    assert "\n" not in str(error.value)
+    line = said.getvalue().splitlines()[-1]
+    assert end.value.code == 2 and re.match(f"[^:]+: error: {message}", line), said.getvalue()
 
 
 def run_command(name: str, line: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.tiny_models import HIDDEN, VOCAB, tiny_head, tiny_model
+from support.training_world import ends_in_one_line
 
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
@@ -72,20 +73,18 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(torch.equal(written[name], own[name]) for name in written)
     main([*arguments[:-1], str(tmp_path / "alone"), "--head-only"])
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["head"]
-    with pytest.raises(SystemExit, match=r"--dtype float16 with --head-only: .*; drop one"):
+    with ends_in_one_line(r".*--dtype float16 with --head-only: .*; drop one"):
         main([*arguments[:-1], str(tmp_path / "half"), "--head-only", "--dtype", "float16"])
     assert not (tmp_path / "half").exists()
     before = (head / "model.safetensors").read_bytes()
     for output in (tmp_path, tmp_path / "alone"):
-        with pytest.raises(
-            SystemExit, match=f"--output names {output}/head, which exists: name a new folder"
-        ):
+        with ends_in_one_line(f".*--output names {output}/head, which exists: name a new folder"):
             main([*arguments[:-1], str(output)])
     assert (head / "model.safetensors").read_bytes() == before
 
 
 def test_another_kind_of_head_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"head 'nowhere/head at all' is not there") as caught:
+    with ends_in_one_line(r".*head 'nowhere/head at all' is not there"):
         main(
             [
                 "--base-model",
@@ -96,7 +95,6 @@ def test_another_kind_of_head_ends_in_one_line(tmp_path: Path, capsys: pytest.Ca
                 str(tmp_path / "o"),
             ]
         )
-    assert "\n" not in str(caught.value)
 
 
 def test_a_target_is_written_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
@@ -112,9 +110,9 @@ def test_nothing_is_written_of_a_head_and_a_target_that_do_not_fit(tmp_path: Pat
     tiny_model("llama", vocab_size=VOCAB + 8).save_pretrained(tmp_path / "model")
     hub.save_head(tiny_head(), tmp_path / "head")
     places = [f"--base-model={tmp_path}/model", f"--ea-model={tmp_path}/head"]
-    with pytest.raises(SystemExit, match=f"has vocab_size {VOCAB}: the target's is {VOCAB + 8}"):
+    with ends_in_one_line(f".*has vocab_size {VOCAB}: the target's is {VOCAB + 8}"):
         main([*places, f"--output={tmp_path}/out"])
     (tmp_path / "model" / "config.json").write_text("{")
-    with pytest.raises(SystemExit, match=r"config\.json"):
+    with ends_in_one_line(r".*config\.json"):
         main([*places, f"--output={tmp_path}/out"])
     assert not (tmp_path / "out").exists()

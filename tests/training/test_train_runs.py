@@ -222,7 +222,7 @@ run_command(argparse.ArgumentParser("train"), run, sys.argv[1:])
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        ([], ["rank 1: train: what is wrong"]),
+        ([], ["rank 1: train: error: what is wrong"]),
         (["--no"], ["rank 1: train: error: unrecognized arguments: --no"]),
     ],
 )
