@@ -178,13 +178,15 @@ def run(args: Namespace, out: TextIO) -> int:
 def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> list[Tensor]:
     """Encode the prompts as [1, L] each. One that is too long is refused before any other is answered."""
     from eagle_fsd.decoding.request import remaining_positions
-    from eagle_fsd.text.chat import encode
+    from eagle_fsd.text.chat import ChatRefused, encode
 
     encoded, copies = [], args.num_return_sequences
     for place, prompt in enumerate(prompts):
         name = prompt_of(args, place * copies, len(prompts) * copies)
         try:
             encoded.append(encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args))
+        except ChatRefused as error:
+            raise ValueError(f"{error_in(name, error)}, or continue the prompt as it is (--raw)") from error
         except ValueError as error:
             raise ValueError(error_in(name, error)) from error
         remaining_positions(model.target, name, encoded[-1].shape[1])

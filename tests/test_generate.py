@@ -985,7 +985,7 @@ def test_no_chat_template(model: ScriptedModel, capsys: pytest.CaptureFixture) -
     [
         (
             "{{ raise_exception('no system role') }}",
-            "refuses this chat (no system role): leave the system",
+            "refuses this chat (no system role): leave the system message out, or continue the prompt as it",
         ),
         ("{{ messages[0]['content'] + 1 }}", "refuses this chat (can only concatenate str"),
         ("{% if %}", "chat template is broken (Expected an expression"),
@@ -1004,7 +1004,7 @@ def test_chat_templates_that_fail(
         render_jinja_template([messages], chat_template=template)
 
     monkeypatch.setattr(model.tokenizer, "apply_chat_template", apply, raising=False)
-    code, _, err = run(capsys, "Hello?")
+    code, _, err = run(capsys, "--system", "Be brief.", "Hello?")
     assert code == 2 and message in err and "--raw" in err and err.count("\n") == 1
 
 

@@ -31,10 +31,10 @@ END = "THE_LAST_MESSAGE_IS_OPEN_HERE"  # where an open message ends; a template 
 
 
 class ChatRefused(ValueError):
-    """A chat that cannot be written. reason: why; the message says what to do on the command line too."""
+    """A chat that cannot be written. reason: why; the message says what to do, too."""
 
     def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"{reason}: {remedy}, or continue the prompt as it is (--raw)")
+        super().__init__(f"{reason}: {remedy}")
         self.reason = reason
 
 
@@ -127,9 +127,9 @@ def encode_chat(
         raise ChatRefused(f"the target's chat template is broken ({error})", "fix it") from error
     # Templates raise on purpose, e.g. for a system role that they do not support, and by mistake.
     except REFUSALS as error:
-        raise ChatRefused(
-            f"the target's chat template refuses this chat ({error})", "leave the system message out"
-        ) from error
+        said = any(turn.get("role") == "system" for turn in messages)
+        remedy = "leave the system message out" if said else "change it"
+        raise ChatRefused(f"the target's chat template refuses this chat ({error})", remedy) from error
     if end == "open":
         text = cut_open(written, messages[-1]["content"])
         written = tokenizer(text, add_special_tokens=False, return_tensors="pt")
