@@ -1032,15 +1032,13 @@ def test_prompt_files_that_cannot_be_read(
     assert code == 2 and "cannot be read (" in err and "name a text or .jsonl file" in err
 
 
-def test_rows_of_json_stand_in_lines(
+def test_a_json_file_is_no_prompt(
     model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     file = tmp_path / "rows.json"
-    file.write_text('[\n  {"prompt": "Hi"}\n]')
+    file.write_text('["Hi", "Why?"]')
     code, _, err = run(capsys, "--prompt-file", str(file))
-    assert code == 2 and "rows.json is a list of JSON objects: rows must stand one in a line" in err
-    file.write_text("[1, 2] is a list; how long is it?")
-    assert run(capsys, "--prompt-file", str(file))[0] == 0
+    assert code == 2 and "rows.json is a .json file: prompts must be rows of a .jsonl file" in err
 
 
 def test_a_closed_stdout_is_one_line() -> None:

@@ -26,14 +26,9 @@ def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]
     """Read at most `limit` prompts of a file after the first `skip`.
 
     Raises ValueError where none is left, and for what would count like others and is no prompt: a text
-    without a word, and JSON that does not stand in rows.
+    without a word.
     """
     prompts = taken(read_prompts(path), path, skip, limit)
-    if path.suffix == ".json":
-        raise ValueError(
-            f"{path} would be one prompt as it stands: write prompts as rows of a .jsonl file, such as "
-            '{"prompt": "Why?"}'
-        )
     for number, prompt in enumerate(prompts, skip + 1):
         if not prompt.strip():
             raise ValueError(f"{path}: prompt {number} is empty: each must be a text; delete it")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.files.jsonl import begins_list, is_whole, read_jsonl
+from eagle_fsd.files.jsonl import LIST_REMEDY, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file: for a .jsonl file each row's (see find_prompt), else the whole text.
 
-    What else a chat says is left out, with a warning. Raises ValueError if the file cannot be read, or a row
-    has no prompt; the error then names its line.
+    What else a chat says is left out, with a warning. Raises ValueError if the file cannot be read, is JSON
+    of another ending, or a row has no prompt; the error then names its line.
     """
     if is_jsonl(path):
         rows = list(read_jsonl(path))
@@ -30,19 +30,12 @@ def read_prompts(path: Path) -> list[str]:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a text or .jsonl file") from error
-    text = decode_text(data, str(path))
-    if path.suffix == ".json" and begins_list(data):
+    if path.suffix in (".json", ".ndjson"):  # prompts or one, whichever is in it: its name does not say
         raise ValueError(
-            f"{path} is a list of JSON objects: rows must stand one in a line of a .jsonl file; "
-            "`jq -c '.[]'` writes one"
+            f"{path} is a {path.suffix} file: prompts must be rows of a .jsonl file, or the whole of a .txt "
+            f"file; rename it, or {LIST_REMEDY}"
         )
-    first, _, rest = text.partition("\n")
-    if path.suffix in (".json", ".ndjson") and rest.strip() and is_whole(first.encode()):
-        raise ValueError(
-            f"{path} has JSON objects one in a line: rows must stand in a .jsonl file, and any other is one "
-            "prompt; rename it"
-        )
-    return [text]
+    return [decode_text(data, str(path))]
 
 
 @functools.cache  # commands that check their files first read them twice

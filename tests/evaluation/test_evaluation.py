@@ -196,10 +196,6 @@ def test_prompts_are_chats_of_first_turns(tmp_path: Path) -> None:
     assert ids(path, limit=1) == [[1, 97, 2]]
     with pytest.raises(ValueError, match=r"prompts_few.jsonl: prompt 2 is empty: each must be a text; del"):
         ids(path, skip=1)
-    for content in ('["a", "b"]', '{"prompt": "a"}', '{\n "prompt": "a"\n}'):
-        (tmp_path / "list.json").write_text(content)
-        with pytest.raises(ValueError, match=r"list.json would be one prompt as it stands: write prompts as"):
-            ids(tmp_path / "list.json")
     path.write_text('{"turns": ["ab"]}\n{"text": "c"}\n')
     with pytest.raises(ValueError, match=r"prompts_few.jsonl:2: has no prompt"):
         ids(path)

@@ -446,14 +446,19 @@ def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["json", "ndjson"])
-def test_rows_in_a_file_of_another_ending_are_not_one_prompt(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ['{"prompt": "x"}\n{"prompt": "y"}', '{\n "prompt": "x"\n}', '[{"prompt": "x"}]', '["x", "y"]', "[1] ?"],
+)
+def test_json_of_another_ending_is_not_taken_for_one_prompt(tmp_path: Path, ending: str, text: str) -> None:
     path = tmp_path / f"rows.{ending}"
-    path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
-    with pytest.raises(ValueError, match=rf"rows\.{ending} has JSON objects one in a line: .*; rename it"):
+    path.write_text(text + "\n")
+    with pytest.raises(
+        ValueError, match=rf"rows\.{ending} is .*\.jsonl file, .* \.txt file; rename it, or .*jq"
+    ):
         gather_prompts([path])
-    for text in ('{"prompt": "x"}', '{\n "prompt": "x"\n}', '{"say": 1}'):  # JSON that is asked about
-        path.write_text(text + "\n")
-        assert gather_prompts([path]) == [text]
+    renamed = path.rename(tmp_path / "asked.txt")
+    assert gather_prompts([renamed]) == [text]
 
 
 def test_a_file_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
