@@ -412,6 +412,18 @@ def test_arguments_that_the_template_refuses_are_named(
     assert error["message"].endswith("; change it, or leave it out") and "--raw" not in error["message"]
 
 
+@pytest.mark.parametrize("field", ["continue_final_message", "add_generation_prompt"])
+@pytest.mark.parametrize("path", [CHATS, "/tokenize"])
+def test_what_stands_behind_the_messages_is_a_field_of_the_request(
+    client: TestClient, path: str, field: str
+) -> None:
+    """Some clients send it among the arguments of the template, which is where transformers has it."""
+    error = refusal(client, path, messages=CHAT, chat_template_kwargs={field: False})
+    assert error["param"] == "chat_template_kwargs" and error["message"].endswith(
+        f": {field} is a field of the request: send it beside chat_template_kwargs"
+    )
+
+
 def test_documents_are_refused_unless_the_template_reads_them() -> None:
     whole, asked = tiny_engine(), {"messages": CHAT, "documents": [{"text": "b"}], "max_tokens": 1}
     plain = "{% for one in messages %}{{ one.content }}{% endfor %}"

@@ -73,7 +73,18 @@ def all_if_minus_one(top_k: int | None) -> int | None:
     return 0 if top_k == -1 else top_k
 
 
+def end_not_inside(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError where arguments of a chat template say what stands behind the turns: see Endable."""
+    for name in ("continue_final_message", "add_generation_prompt"):
+        if name in arguments:
+            raise ValueError(f"{name} is a field of the request: send it beside chat_template_kwargs")
+    return arguments
+
+
 Template = Annotated[dict[str, Any], AfterValidator(require_template)]
+TemplateOfEndable = Annotated[
+    dict[str, Any], AfterValidator(end_not_inside), AfterValidator(require_template)
+]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
@@ -220,6 +231,7 @@ class Endable(Templated):
     add_generation_prompt: false leaves the beginning of an answer out, and nothing takes its place.
     """
 
+    chat_template_kwargs: TemplateOfEndable = {}
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
