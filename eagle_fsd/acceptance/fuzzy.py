@@ -19,7 +19,7 @@ from eagle_fsd.acceptance.accept import (
 )
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.acceptance.planned import COSTS, planned_chances
-from eagle_fsd.core.checks import require_boolean, require_choice, require_number
+from eagle_fsd.core.checks import plain_numbers, require_boolean, require_choice, require_number
 from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, AutoThreshold, Kind, require_bound
 
 
@@ -97,6 +97,7 @@ class Fuzzy:
                 f"whose cost is tokens or divergence; {remedy}, or mode hybrid"
             )
         require_guards(self.mode, self.max_consecutive, self.exact_prefix, MODES)
+        plain_numbers(self)
 
     @property
     def exact(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards, scatter_to_owners
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.core.checks import require_boolean, require_integer, require_number
+from eagle_fsd.core.checks import plain_numbers, require_boolean, require_integer, require_number
 from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER
 from eagle_fsd.core.long_rows import logsumexp, topk
 from eagle_fsd.core.sampling import temper
@@ -44,6 +44,7 @@ class Typical:
         require_number("delta", self.delta, 0.0, math.inf, "Medusa uses 0.09")
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
         require_boolean("exact_eos", self.exact_eos)
+        plain_numbers(self)
 
     def chances(self, verified: Verified) -> Tensor:
         log_p = log_p_at_temperature(verified)  # [B, N, V]
@@ -76,6 +77,7 @@ class RelaxedTopK:
         require_number("margin", self.margin, 0.0, 1.0, "TensorRT-LLM's examples use 0.6")
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
         require_boolean("exact_eos", self.exact_eos)
+        plain_numbers(self)
 
     def chances(self, verified: Verified) -> Tensor:
         log_p = log_p_at_temperature(verified)  # [B, N, V]
@@ -110,6 +112,7 @@ class SGLang:
         require_number("single", self.single, 0.0, 1.0, "1 turns it off")
         require_number("acc", self.acc, 1e-9, 1.0, "1 turns it off")  # SGLang clamps it to 1e-9 too
         require_boolean("exact_eos", self.exact_eos)
+        plain_numbers(self)
 
     @property
     def exact(self) -> bool:
@@ -155,6 +158,7 @@ class Cactus:
     def __post_init__(self) -> None:
         require_number("delta", self.delta, 0.0, math.inf, "0 is lossless")
         require_boolean("exact_eos", self.exact_eos)
+        plain_numbers(self)
 
     @property
     def exact(self) -> bool:
@@ -194,6 +198,7 @@ class Ensemble:
     def __post_init__(self) -> None:
         require_number("weight", self.weight, 0.0, 1.0, "1 is lossless")
         require_boolean("exact_eos", self.exact_eos)
+        plain_numbers(self)
 
     @property
     def exact(self) -> bool:
@@ -243,6 +248,7 @@ class FLy:
         require_number("entropy", self.entropy, 0.0, math.inf, "vLLM uses 0.3")
         require_integer("window", self.window, 1, "vLLM uses one less than the longest draft, at most 6")
         require_boolean("exact_eos", self.exact_eos)
+        plain_numbers(self)
 
     @property
     def exact(self) -> bool:
@@ -296,6 +302,7 @@ class PublishedFSD:
 
     def __post_init__(self) -> None:
         Fuzzy(self.threshold, self.divergence)  # raises ValueError for bad values
+        plain_numbers(self)
 
     @property
     def exact(self) -> bool:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.cli.flags.processing import check_processing, processing_options
 from eagle_fsd.cli.flags.types import AUTO, DIVERGENCE_NAMES, NO_HEAD
-from eagle_fsd.core.checks import flag_of, require_choice, require_integer, require_texts, require_utf8
-from eagle_fsd.core.config import (
-    AutoThreshold,
-    AutoTree,
-    SamplingConfig,
-    TreeConfig,
-    require_bound,
+from eagle_fsd.core.checks import (
+    flag_of,
+    require_choice,
     require_different_texts,
+    require_integer,
+    require_texts,
+    require_utf8,
 )
+from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_bound
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
@@ -154,7 +154,7 @@ def check_early(args: argparse.Namespace) -> None:
         check_processing(args)
         config = SamplingConfig(**{name: value for name, value in sampling if value is not None})
         if args.temperature is not None:  # else the model's own is still to come
-            require_different_texts(texts, config)
+            require_different_texts(texts, config.greedy)
         make_tree(args)
         require_price(args)
         if args.divergence is not None:

@@ -69,6 +69,27 @@ def require_integer(name: str, value: object, minimum: int, remedy: str, maximum
         raise ValueError(f"{name} is {format_value(value)}: it must be an integer {span}; {remedy}")
 
 
+def plain_numbers(config: Dataclass) -> None:
+    """Put plain numbers in place of others, such as numpy's, in a frozen dataclass whose values are checked.
+
+    JSON has no others, and they are shown as np.int64(3).
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Real) and not isinstance(value, bool):
+            number = int(value) if isinstance(value, Integral) else float(value)
+            object.__setattr__(config, field.name, number)
+
+
+def require_different_texts(count: int, greedy: bool, name: str = "num_return_sequences") -> None:
+    """Raise ValueError if several texts of a prompt would be the same. name: what the user calls `count`."""
+    if count > 1 and greedy:
+        raise ValueError(
+            f"{name} is {count} at temperature 0: all would be the same text; give a temperature, or leave "
+            "it out"
+        )
+
+
 def require_texts(
     max_new_tokens: int,
     num_return_sequences: object,

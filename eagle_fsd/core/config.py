@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
+from eagle_fsd.core.checks import format_value, plain_numbers, require_choice, require_integer, require_number
 
 HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the rule; see acceptance
 SWAP = "swap"  # the target's draw, but a plan may take a worthier child; see acceptance/planned.py
@@ -68,6 +68,7 @@ class TreeConfig:
                 f"{self.top_k} has at most {1 + self.candidates} nodes; lower it, or raise the tree's depth "
                 "or top_k"
             )
+        plain_numbers(self)
 
     @classmethod
     def parse(cls, text: str) -> TreeConfig:
@@ -169,6 +170,7 @@ class AutoTree:
             require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
         if self.min_confidence is not None:
             require_confidence(self.min_confidence)
+        plain_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class SamplingConfig:
                 "top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding"
             )
         require_number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
+        plain_numbers(self)
 
     @classmethod
     def parse(cls, text: str) -> SamplingConfig:
@@ -282,6 +285,7 @@ class AutoThreshold:
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         if self.price is not None:
             require_number("price", self.price, 0.0, math.inf, "leave it out for any that was calibrated")
+        plain_numbers(self)
 
     @property
     def free(self) -> bool:
@@ -300,15 +304,6 @@ class AutoThreshold:
         if self.price == 0:
             return f"{words}, price 0"
         return words if self.price or self.cost is None else f"{words}, any price of {self.cost}"
-
-
-def require_different_texts(count: int, sampling: SamplingConfig, name: str = "num_return_sequences") -> None:
-    """Raise ValueError if several texts of a prompt would be the same. name: what the user calls `count`."""
-    if count > 1 and sampling.greedy:
-        raise ValueError(
-            f"{name} is {count} at temperature 0: all would be the same text; give a temperature, or leave "
-            "it out"
-        )
 
 
 FORMS = ("json_schema", "regex", "grammar")

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import PublishedFSD
-from eagle_fsd.core.checks import format_value, override, require_texts
+from eagle_fsd.core.checks import (
+    format_value,
+    override,
+    plain_numbers,
+    require_different_texts,
+    require_texts,
+)
 from eagle_fsd.core.config import (
     FSD_PAPER_SAMPLING,
     FSD_PAPER_TREE,
@@ -20,7 +26,6 @@ from eagle_fsd.core.config import (
     Form,
     SamplingConfig,
     TreeConfig,
-    require_different_texts,
 )
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.randomness.streams import Seed
@@ -154,6 +159,7 @@ class GenerationOptions:
             raise ValueError(
                 f"tree is {self.tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
             )
+        plain_numbers(self)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -214,7 +220,7 @@ class GenerationOptions:
 
     def require_different_texts(self, name: str = "num_return_sequences") -> None:
         """Raise ValueError if several texts of a prompt would be the same. name: what the user calls it."""
-        require_different_texts(self.num_return_sequences, self.sampling, name)
+        require_different_texts(self.num_return_sequences, self.sampling.greedy, name)
 
     def with_defaults(
         self, defaults: Mapping[str, Any], named_sampling: Mapping[str, Any] = MappingProxyType({})

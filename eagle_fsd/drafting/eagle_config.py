@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_fsd.core.checks import format_value, require_integer, require_number
+from eagle_fsd.core.checks import format_value, plain_numbers, require_integer, require_number
 
 DEFAULT_ROPE_THETA = 10000.0
 LEAST, MOST = 1e-30, 1e30  # a rotary base or a norm's epsilon outside these gives numbers that are not finite
@@ -65,6 +65,7 @@ class HeadConfig:
             raise ValueError(
                 f"hidden_act is {format_value(self.hidden_act)}: EAGLE heads use 'silu'; {CHECK}"
             )
+        plain_numbers(self)
 
     @property
     def longest_trained(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -11,12 +12,24 @@ import pytest
 import torch
 from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
+from eagle_fsd import (
+    AutoThreshold,
+    AutoTree,
+    EagleFSD,
+    Fuzzy,
+    GenerationOptions,
+    LoadOptions,
+    SamplingConfig,
+    TreeConfig,
+    Typical,
+)
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding.request import end_token_ids
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.online.adapter import AdaptConfig
 
 TREE = TreeConfig(8, 3, 3)
 
@@ -112,6 +125,44 @@ def test_do_sample_is_hugging_faces() -> None:
     for no in (False, 0, numpy.False_):
         greedy = GenerationOptions(do_sample=no).with_defaults({"temperature": 0.3, "top_k": 7})
         assert greedy.sampling.greedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "real"),
+    [
+        (TreeConfig, ("total_tokens", "depth", "top_k"), ("min_confidence",)),
+        (AutoTree, ("depth", "top_k"), ("min_confidence",)),
+        (SamplingConfig, ("top_k",), ("temperature", "top_p", "min_p")),
+        (AutoThreshold, (), ("quality_budget", "min_gain", "price")),
+        (
+            GenerationOptions,
+            ("max_new_tokens", "top_k", "seed", "eos_token_id", "logprobs"),
+            ("temperature",),
+        ),
+        (Fuzzy, ("max_consecutive", "exact_prefix"), ("threshold", "min_p", "max_overshoot", "min_gain")),
+        (Typical, ("max_consecutive", "exact_prefix"), ("epsilon", "delta")),
+        (RelaxedTopK, ("candidates", "max_consecutive", "exact_prefix"), ("margin",)),
+        (SGLang, (), ("single", "acc")),
+        (Cactus, (), ("delta",)),
+        (Ensemble, (), ("weight",)),
+        (FLy, ("window",), ("entropy",)),
+        (PublishedFSD, (), ("threshold",)),
+        (LoadOptions, ("draft_layers",), ()),
+        (AdaptConfig, ("every", "memory"), ("learning_rate", "replay")),
+    ],
+)
+def test_numbers_of_numpy_become_plain(kind: Any, whole: tuple[str, ...], real: tuple[str, ...]) -> None:
+    """JSON has no others, and a shown tree is not of np.int64(3)."""
+    given: dict[str, Any] = {name: numpy.int64(3) for name in whole}
+    given |= {name: numpy.float32(0.5) for name in real}
+    made = kind(**given)
+    assert {name: type(getattr(made, name)) for name in given} == {
+        **dict.fromkeys(whole, int),
+        **dict.fromkeys(real, float),
+    }
+    assert made == kind(**dict.fromkeys(whole, 3), **dict.fromkeys(real, 0.5)) and "np." not in repr(made)
+    json.dumps({name: getattr(made, name) for name in given})
+    assert dataclasses.replace(made) == made
 
 
 def test_sequences_alone_are_returned_where_no_dict_is_asked_for() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagle_fsd.core.checks import require_boolean, require_integer
+from eagle_fsd.core.checks import plain_numbers, require_boolean, require_integer
 from eagle_fsd.drafting.drafter import NO_HEAD
 from eagle_fsd.hub.resolve import name_of_source
 
@@ -88,13 +88,13 @@ class LoadOptions:
             require_integer(
                 "draft_layers", self.draft_layers, 1, "name how many first layers draft, or leave it out"
             )
-            object.__setattr__(self, "draft_layers", int(self.draft_layers))  # numpy's fit no config
         if self.draft_device is not None and self.draft_model is None:
             raise ValueError(
                 f"draft_device is {str(self.draft_device)!r} without a draft model: heads and the target's "
                 "own layers are where the target is; name a draft model (draft_model, --draft-model), or "
                 "leave it out"
             )
+        plain_numbers(self)
 
     @property
     def movable(self) -> bool:

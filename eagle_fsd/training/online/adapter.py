@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.core.checks import plain_numbers, require_integer, require_number
 from eagle_fsd.core.processing import as_tokens
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.head_checkpoint import save_head
@@ -71,6 +71,7 @@ class AdaptConfig:
             require_integer(name, getattr(self, name), least, f"the default is {getattr(AdaptConfig, name)}")
         require_number("learning_rate", self.learning_rate, 0.0, 1.0, "the default is 1e-4")
         require_number("replay", self.replay, 0.0, 0.9, "the default is 0.5")
+        plain_numbers(self)
 
 
 @dataclass(frozen=True)
