@@ -755,7 +755,7 @@ BAD = {
     "endless prefix": (lambda: Fuzzy(exact_prefix=10**21), "exact_prefix is 1000.*: it must be .* between"),
     "endless in a row": (lambda: Fuzzy(max_consecutive=2**31), "max_consecutive is 2147483648: it must be"),
     "half a prefix": (lambda: Fuzzy(exact_prefix=1.5), "exact_prefix is 1.5: it must be an integer"),
-    "tree of nothing": (lambda: TreeConfig(0), "total_tokens is 0: .* at least 1; 1 turns drafting off"),
+    "tree of nothing": (lambda: TreeConfig(0), "total_tokens is 0: .* at least 1; 1 drafts nothing"),
     "tree without depth": (lambda: TreeConfig(16, 0, 8), "depth is 0: it must be an integer of at least 1"),
     "tree without width": (lambda: TreeConfig(16, 5, 0), "top_k of the tree is 0: it must be an integer"),
     "tree too large": (lambda: TreeConfig(60, 1, 8), "total_tokens is 60: .* at most 9 nodes; lower"),
@@ -890,7 +890,10 @@ BAD = {
     "rule that is a class": (generate(rule=Fuzzy), "rule is <class .*: it must be a rule, such as Fuzzy"),
     "tree of text": (generate(tree="16/5/8"), "tree is '16/5/8': it must be a TreeConfig, such as"),
     "no tree": (generate(tree=()), r"tree is \(\): it must be a TreeConfig"),
-    "divergence of a list": (lambda: Fuzzy(divergence=["js"]), r"divergence \['js'\] is not known; choose"),
+    "divergence of a list": (
+        lambda: Fuzzy(divergence=["js"]),
+        r"divergence is \['js'\]: it must be one of reverse_kl",
+    ),
     "ids of text": (
         generate(input_ids="hello"),
         "input_ids is a str, not a tensor of token ids .*; tokenize",

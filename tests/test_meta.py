@@ -21,9 +21,8 @@ from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang
-from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.acceptance.rule_names import RULES as NAMED
-from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.config import COSTS, SamplingConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary

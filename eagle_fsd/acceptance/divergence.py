@@ -38,6 +38,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.checks import require_choice
+from eagle_fsd.core.config import DIVERGENCE_NAMES
 from eagle_fsd.core.long_rows import logsumexp, topk
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -132,8 +134,7 @@ def largest_value(name: str) -> float:
 
 def get_divergence(name: str) -> Divergence:
     """Return the divergence of this name. Raises ValueError with all names if there is none."""
-    if not isinstance(name, str) or name not in DIVERGENCES:
-        raise ValueError(f"divergence {name!r} is not known; choose one of: {', '.join(DIVERGENCES)}")
+    require_choice("divergence", name, DIVERGENCE_NAMES)
     return DIVERGENCES[name]
 
 

@@ -18,9 +18,9 @@ from eagle_fsd.acceptance.accept import (
     scatter_to_owners,
 )
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
-from eagle_fsd.acceptance.planned import COSTS, planned_chances
+from eagle_fsd.acceptance.planned import planned_chances
 from eagle_fsd.core.checks import plain_numbers, require_boolean, require_choice, require_number
-from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, AutoThreshold, Kind, require_bound
+from eagle_fsd.core.config import CHILDREN, COSTS, HYBRID, MODES, SWAP, AutoThreshold, Kind, require_bound
 
 
 class Threshold(Protocol):

@@ -33,7 +33,6 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import Choices, Verified, likeliest_chances
 from eagle_fsd.core.config import PAPER, SWAP
 
-COSTS = ("tokens", "kl", "divergence")
 _LEAST = 1e-30  # probabilities below it count as this: an eligible token has p > 0, but float32 may not
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.cli.flags.processing import check_processing, processing_options
-from eagle_fsd.cli.flags.types import AUTO, DIVERGENCE_NAMES, NO_HEAD
+from eagle_fsd.cli.flags.types import AUTO, NO_HEAD
 from eagle_fsd.core.checks import (
     flag_of,
     require_choice,
@@ -19,7 +19,14 @@ from eagle_fsd.core.checks import (
     require_texts,
     require_utf8,
 )
-from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_bound
+from eagle_fsd.core.config import (
+    DIVERGENCE_NAMES,
+    AutoThreshold,
+    AutoTree,
+    SamplingConfig,
+    TreeConfig,
+    require_bound,
+)
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule

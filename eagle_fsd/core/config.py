@@ -20,6 +20,9 @@ WARM = 0.75  # the least temperature at which a draft is told the noise of the d
 # there, so that the logit -inf of a token that is ruled out would become NaN.
 HOTTEST = 1e10
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
+COSTS = ("tokens", "kl", "divergence")  # what the price of a plan is paid for; see acceptance/planned.py
+DIVERGENCE_NAMES: tuple[str, ...] = ("reverse_kl", "forward_kl", "js", "tv", "ag")
+DIVERGENCE_NAMES += tuple(f"{name}_top10" for name in DIVERGENCE_NAMES)  # see acceptance/divergence.py
 
 
 def require_confidence(value: object) -> None:
@@ -56,9 +59,7 @@ class TreeConfig:
     min_confidence: float = 0.0
 
     def __post_init__(self) -> None:
-        require_integer(
-            "total_tokens", self.total_tokens, 1, "1 turns drafting off, 16 suits a CPU, 60 a GPU"
-        )
+        require_integer("total_tokens", self.total_tokens, 1, "1 drafts nothing, 16 suits a CPU, 60 a GPU")
         require_integer("depth", self.depth, 1, "5 or 6 is usual")
         require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
         require_confidence(self.min_confidence)
@@ -279,8 +280,11 @@ class AutoThreshold:
         require_number(
             "quality_budget", self.quality_budget, 0.0, 1.0, "0.02 changes about one token in fifty"
         )
+        require_choice("divergence", self.divergence, DIVERGENCE_NAMES)
         if self.mode is not None:
             require_choice("mode", self.mode, MODES)
+        if self.cost is not None:
+            require_choice("cost", self.cost, COSTS)
         require_choice("child", self.child, CHILDREN)
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         if self.price is not None:

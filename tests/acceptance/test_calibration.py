@@ -873,7 +873,7 @@ def test_install_replaces_the_same_setting_and_keeps_the_others(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--divergence hellinger", "divergence 'hellinger' is not known"),
+        ("--divergence hellinger", "divergence is 'hellinger': it must be one of"),
         ("--quality-budget 2", "quality_budget is 2.0"),
         ("--confidence 1", "confidence is 1.0"),
         ("--sampling hot", "sampling is 'hot'"),
@@ -899,3 +899,13 @@ def test_mistakes_are_one_line(
     with pytest.raises(SystemExit) as ending:
         script.main(argv.split())
     assert ending.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("field", ["divergence", "mode", "child", "cost"])
+def test_a_name_that_no_rule_has_is_refused_at_once_as_by_a_rule(field: str) -> None:
+    lines = []
+    for kind in (AutoThreshold, Fuzzy):
+        with pytest.raises(ValueError, match=f"^{field} is 'hybrd': it must be one of ") as error:
+            kind(**{field: "hybrd"})
+        lines.append(str(error.value))
+    assert lines[0] == lines[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_fsd import Fuzzy, SamplingConfig
 from eagle_fsd.acceptance.accept import Choices, Verified
 from eagle_fsd.acceptance.accept_step import accept
-from eagle_fsd.acceptance.planned import COSTS
+from eagle_fsd.core.config import COSTS
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
 

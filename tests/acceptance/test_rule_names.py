@@ -21,8 +21,8 @@ from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule, rule_fields
-from eagle_fsd.cli.flags.types import DIVERGENCE_NAMES, RULE_NAMES
-from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.cli.flags.types import RULE_NAMES
+from eagle_fsd.core.config import DIVERGENCE_NAMES, SamplingConfig
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
 

@@ -155,7 +155,7 @@ def test_a_tree_may_be_measured() -> None:
         ({"temperature": 0.6}, "model_args has 'temperature'"),
         ({"threshold": -1}, "threshold is -1"),
         ({"threshold": "x"}, "threshold is 'x'"),
-        ({"divergence": "kl"}, "divergence 'kl' is not known"),
+        ({"divergence": "kl"}, "divergence is 'kl': it must be one of reverse_kl"),
         ({"child": "best"}, "child is 'best'"),
         ({"total_tokens": 60, "depth": 1}, "total_tokens is 60"),
         ({"total_tokens": "many"}, "total_tokens is 'many'"),

@@ -310,7 +310,7 @@ def test_thresholds_over_http(real: Path, plain_ids: list[list[int]], tmp_path: 
             for xargs, said in (
                 ({"fsd_threshold": -1}, "fsd_threshold is -1: it must be a number at least 0"),
                 ({"fsd_threshold": "a lot"}, "fsd_threshold is 'a lot'"),
-                ({"fsd_divergence": "euclid"}, "fsd_divergence 'euclid' is not known"),
+                ({"fsd_divergence": "euclid"}, "fsd_divergence is 'euclid': it must be one of"),
                 ({"fsd_tau": 3}, "fsd_tau is 3: there is no such field"),
             ):
                 status, answer = post(f"{base}/v1/chat/completions", {**body, "vllm_xargs": xargs})

@@ -224,7 +224,7 @@ def test_what_a_request_does_not_say_is_as_in_the_servers_rule(usual: Any, said:
     [
         (HALF, {"divergence": "js"}, "^divergence is 'js': a threshold belongs to it"),
         (Lossless(), {"divergence": "js"}, "^divergence is 'js': a threshold belongs to it"),
-        (HALF, {"divergence": "kl", "threshold": 0.1}, "^divergence 'kl' is not known"),
+        (HALF, {"divergence": "kl", "threshold": 0.1}, "^divergence is 'kl': it must be one of"),
         (HALF, {"rule": "js:0.3", "threshold": 0.1}, "^threshold is 0.1: the rule 'js:0.3' has values"),
         (HALF, {"rule": "js:0.3:min_p=x"}, "min_p is 'x'"),
         (HALF, {"rule": "js:0.3:cost=kl"}, "^rule is 'js:0.3:cost=kl': its cost has no effect"),

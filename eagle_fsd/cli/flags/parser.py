@@ -10,14 +10,13 @@ from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.processing import add_answer_flags, add_processing_flags, add_template_flag
 from eagle_fsd.cli.flags.types import (
     AUTO,
-    COSTS,
     PRESETS,
     RULE_NAMES,
     OneLineParser,
     parse_auto_or,
 )
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import CHILDREN, MODES, AutoThreshold, TreeConfig
+from eagle_fsd.core.config import CHILDREN, COSTS, MODES, AutoThreshold, TreeConfig
 from eagle_fsd.version import __version__
 
 DESCRIPTION = """\

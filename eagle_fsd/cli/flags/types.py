@@ -11,13 +11,7 @@ from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
 from eagle_fsd.core.process.signals import EXIT_USAGE
 
 AUTO = "auto"
-# The names in acceptance.planned, acceptance.divergence, acceptance.rule_names and drafting.drafter, repeated
-# here because these import torch.
-COSTS = ("tokens", "kl", "divergence")
-DIVERGENCE_NAMES = (
-    "reverse_kl", "forward_kl", "js", "tv", "ag",
-    "reverse_kl_top10", "forward_kl_top10", "js_top10", "tv_top10", "ag_top10",
-)  # fmt: skip
+# The names in acceptance.rule_names and drafting.drafter, repeated here because these import torch.
 RULE_NAMES = (
     "fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fly", "fsd_paper",
 )  # fmt: skip

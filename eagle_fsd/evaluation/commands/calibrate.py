@@ -28,9 +28,8 @@ from eagle_fsd.acceptance.calibration import (
     with_calibration,
     write_calibrations,
 )
-from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, Kind, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import CHILDREN, COSTS, HYBRID, MODES, SWAP, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
