@@ -126,6 +126,10 @@ def parse_rule(text: str) -> AcceptanceRule:
         fixed[key] = read_value(text, key, given, fields[key].default)
     if "divergence" in fixed and "threshold" not in fixed:
         raise ValueError(f"rule is {text!r}: a divergence needs its threshold, as in {text}:0.3")
+    if "cost" in fixed and not fixed.get("price"):
+        raise ValueError(
+            f"rule is {text!r}: its cost has no effect without a price above 0; add a price, or leave it out"
+        )
     return RULES[name](**fixed)
 
 

@@ -245,7 +245,7 @@ def requested_rule(
             raise ValueError(
                 f"{name} is {value!r}: the rule {request.rule!r} has values of its own; put it there"
             )
-        return require_price(request.rule, parse_rule(request.rule))
+        return parse_rule(request.rule)
     name = rule_name(usual) if request.rule is None else request.rule
     if said.get("threshold") == AUTO or "quality_budget" in said:
         return auto_threshold(name, said, usual)
@@ -264,15 +264,6 @@ def requested_rule(
     if said.keys() - field_names(base):
         return build_rule(name, **said)  # which says what fields the rule has
     return dataclasses.replace(base, **said)  # type: ignore[type-var]
-
-
-def require_price(said: str, rule: AcceptanceRule) -> AcceptanceRule:
-    """Return a rule that was written so. Raises ValueError for a cost that nothing is paid for."""
-    if isinstance(rule, Fuzzy) and rule.cost != Fuzzy().cost and not rule.price:
-        raise ValueError(
-            f"rule is {said!r}: its cost has no effect without a price above 0; add a price, or leave it out"
-        )
-    return rule
 
 
 def token_of(key: str) -> int:

@@ -376,6 +376,8 @@ def test_rules_are_written_in_a_word(text: str, rule: AcceptanceRule) -> None:
         ("js:0.3:exact_eos=perhaps", "exact_eos is 'perhaps'"),
         ("js:0.3:both", "mode is 'both'"),
         ("js:0.3:paper:first", "child is 'first'"),
+        ("js:inf:cost=kl", "rule is 'js:inf:cost=kl': its cost has no effect without a price above 0; add a"),
+        ("js:inf:cost=kl:price=0", "its cost has no effect without a price above 0; add a price, or leave"),
     ],
 )
 def test_words_that_are_no_rule(text: str, line: str) -> None:
