@@ -23,7 +23,7 @@ from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import override, require_integer
 from eagle_fsd.core.config import AutoTree, SamplingConfig
-from eagle_fsd.core.padding import as_ids
+from eagle_fsd.core.padding import Array, Rows, as_ids
 from eagle_fsd.decoding.alone import run_alone
 from eagle_fsd.decoding.many import TextStream
 from eagle_fsd.decoding.on_ranks.held_memory import held_memory
@@ -140,8 +140,8 @@ class EagleFSD:
     @overload
     def generate(
         self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        input_ids: Rows,
+        attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
         *,
         streamer: Streamer | None = None,
@@ -152,8 +152,8 @@ class EagleFSD:
     @overload
     def generate(
         self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        input_ids: Rows,
+        attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
         *,
         streamer: Streamer | None = None,
@@ -163,8 +163,8 @@ class EagleFSD:
 
     def generate(
         self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        input_ids: Rows,
+        attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
         *,
         streamer: Streamer | None = None,
@@ -188,8 +188,8 @@ class EagleFSD:
 
     def stream(
         self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        input_ids: Rows,
+        attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
         **keywords: Any,
     ) -> TokenStream:
@@ -212,8 +212,8 @@ class EagleFSD:
 
     def stream_batch(
         self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        input_ids: Rows,
+        attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
         **keywords: Any,
     ) -> BatchStream:
@@ -225,7 +225,7 @@ class EagleFSD:
 
     def generate_many(
         self,
-        prompts: Tensor | Iterable[Sequence[int]],
+        prompts: Tensor | Iterable[Sequence[int] | Array],
         options: GenerationOptions | None = None,
         batch_size: int = 8,
         **keywords: Any,
@@ -248,8 +248,8 @@ class EagleFSD:
 
     def target_alone(
         self,
-        input_ids: Tensor | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        input_ids: Rows,
+        attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
         **keywords: Any,
     ) -> GenerationOutput:
@@ -313,7 +313,7 @@ class EagleFSD:
     def _start(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Rows | None,
         options: GenerationOptions | None,
         keywords: dict[str, Any],
     ) -> BatchStream:

@@ -122,3 +122,31 @@ def test_lm_eval_finds_the_model_by_its_name(tmp_path: Path) -> None:
         file.write_text(re.sub("^ {8}", "", source, flags=re.MULTILINE))
     script = str(ROOT / "eval" / "harness.py")
     assert python(script, "--model", "eagle_fsd", before=tmp_path).splitlines()[-1] == "EagleLM"
+
+
+OF_A_CALLER = """
+import numpy
+import torch
+
+from eagle_fsd import EagleFSD
+
+
+def answer(model: EagleFSD) -> None:
+    rows, array, tensor = [[1, 2]], numpy.array([[1, 2]]), torch.tensor([[1, 2]])
+    model.generate(rows, rows)
+    model.generate(array, array)
+    model.generate(tensor, tensor)
+    model.generate([array[0]])
+    model.stream(array)
+    model.generate_many([array[0], [1]])
+    model.generate("text")  # type: ignore[arg-type]
+    model.generate([1, 2])  # type: ignore[list-item]
+"""
+
+
+@pytest.mark.slow
+def test_prompts_of_every_kind_have_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    """What runs passes a caller's mypy too, and a comment that ignores nothing is an error of its own."""
+    pytest.importorskip("mypy")
+    (tmp_path / "caller.py").write_text(OF_A_CALLER)
+    python("-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "caller.py"))

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line, plain
+
+
+class Array(Protocol):
+    """An array of another library, such as numpy's."""
+
+    def tolist(self) -> Any: ...
+
+
+# Numbers of every prompt as callers give them: a tensor or array [B, L], or a list for each.
+Rows = Tensor | Array | Sequence[Sequence[int] | Array]
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +111,7 @@ def infer_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) ->
     return input_ids != pad
 
 
-def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
+def unpad(input_ids: Tensor, attention_mask: Rows | None, vocab_size: int) -> tuple[Tensor, list[int]]:
     """Return right-padded tokens [B, longest] and each prompt's length, without masked tokens.
 
     Masked tokens may be anywhere in a row. Raises ValueError if the ids or the mask are no valid prompts.

@@ -27,6 +27,7 @@ from eagle_fsd.core.config import (
     SamplingConfig,
     TreeConfig,
 )
+from eagle_fsd.core.padding import Rows
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.decoding.logits.constrained import require_ends
@@ -266,7 +267,7 @@ def settle_batch(
     keywords: Mapping[str, Any],
     target: TargetModel,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Rows | None,
 ) -> tuple[GenerationOptions, Prompts]:
     """Return the settled options and the prompts [B, L], each repeated num_return_sequences times."""
     settled = settle_options(options, keywords, target)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import as_ids, infer_mask, unpad
+from eagle_fsd.core.padding import Array, Rows, as_ids, infer_mask, unpad
 from eagle_fsd.core.processing import UNPROCESSED, Processing, as_tokens
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
@@ -43,7 +43,7 @@ class Prompts:
         cls,
         target: TargetModel,
         input_ids: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Rows | None,
         max_new_tokens: int,
         end_tokens: Sequence[int],
     ) -> Prompts:
@@ -63,7 +63,7 @@ class Prompts:
     def from_lists(
         cls,
         target: TargetModel,
-        prompts: Tensor | Iterable[Sequence[int]],
+        prompts: Tensor | Iterable[Sequence[int] | Array],
         max_new_tokens: int,
         end_tokens: Sequence[int],
     ) -> Prompts:
