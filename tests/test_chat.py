@@ -560,6 +560,22 @@ def test_the_end_of_a_chat() -> None:
         conversation.command("/exit")
 
 
+@pytest.mark.parametrize("flags", [[], ["--system", "Be brief."]])
+def test_a_chat_that_was_loaded_keeps_its_system_message(flags: list[str], tmp_path: Path) -> None:
+    """It goes on after /reset as it would have where it was saved. One without falls back to the flag's."""
+    loaded, plain = tmp_path / "loaded.json", tmp_path / "plain.json"
+    loaded.write_text(json.dumps([turn("system", "Rhyme."), *CHAT]))
+    plain.write_text(json.dumps(CHAT))
+    conversation = Conversation(chat.build_parser().parse_args(flags))
+    began = list(conversation.turns)
+    conversation.command(f"/load {plain}")
+    conversation.command("/reset")
+    assert conversation.turns == began
+    conversation.command(f"/load {loaded}")
+    conversation.command("/reset")
+    assert conversation.turns == [turn("system", "Rhyme.")]
+
+
 def test_a_turn_stays_if_the_head_cannot_learn_from_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ HELP = """\
 /temperature X from now on sample at this temperature; 0 is greedy. Either of these two alone shows what holds
 /again         answer the last message anew, at another threshold, say
 /undo          forget the last message and its answer
-/reset         forget the chat so far
+/reset         forget the chat so far, but for its system message
 /save FILE     write the chat to a file, as JSON
 /load FILE     go on with a chat of such a file
 /paste         take all lines as one message, up to a line /end
@@ -71,8 +72,9 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns but the system message."""
-        self.turns = system_turns(self.args.system)
+        """Forget all turns but the system message: of a chat that was loaded, its own if it has one."""
+        said = list(takewhile(lambda turn: turn["role"] == "system", self.turns))
+        self.turns = said or system_turns(self.args.system)
 
     @property
     def options(self) -> GenerationOptions:
