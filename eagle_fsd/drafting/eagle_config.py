@@ -81,18 +81,25 @@ class HeadConfig:
     def for_target(cls, config: Any, hidden_size: int, vocab_size: int) -> HeadConfig:
         """Return the shape of a new head: that of the target's layers, from its Hugging Face config.
 
-        It has EAGLE's rotary base, 10000, and no bias of `fc`: all loaders agree on these.
+        It has EAGLE's rotary base, 10000, and no bias of `fc`: all loaders agree on these. Raises ValueError
+        for a shape that no head has.
         """
         heads = config.num_attention_heads
-        return cls(
-            hidden_size=hidden_size,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,  # GPT-2's
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or hidden_size // heads,
-            vocab_size=vocab_size,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        )
+        try:
+            return cls(
+                hidden_size=hidden_size,
+                intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,  # GPT-2's
+                num_attention_heads=heads,
+                num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+                head_dim=getattr(config, "head_dim", None) or hidden_size // heads,
+                vocab_size=vocab_size,
+                rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            )
+        except ValueError as error:  # there is no config.json of a head yet
+            wrong = str(error).removesuffix(f"; {CHECK}")
+            raise ValueError(
+                f"{wrong}; a new head has the shape of the target's layers: choose another target"
+            ) from error
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:

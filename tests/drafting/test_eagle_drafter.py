@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support.drafters import eagle_drafter, feed
 from support.stubs import TinyVocabulary, causal_attention, depths_of, generator, tiny_head
 from torch import Tensor
+from transformers import GPT2Config
 
 import eagle_fsd.core.tree as tree_module
 from eagle_fsd.core.config import TreeConfig
@@ -22,6 +23,7 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
 from eagle_fsd.drafting.drafter import NoDrafter, Seen
+from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_drafter import Vocabulary, commit_in_chunks
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.tree_growth import BeamDrafter
@@ -527,3 +529,11 @@ def test_positions_matter(shift: int) -> None:
     with torch.no_grad():
         right, wrong = (kind(head, vocabulary, pairs).log_q((3, 4)) for kind in (PlainEagle2, Shifted))
     assert (right - wrong).abs().max() > 1e-2
+
+
+def test_a_target_whose_shape_no_head_has_is_refused_as_such() -> None:
+    """A new head has no config.json yet that could be checked."""
+    odd = GPT2Config(n_embd=36, n_head=12)  # GPT-2's positions are learned, so its heads may have odd sizes
+    with pytest.raises(ValueError, match=r"^head_dim is 3: .* need it even; .*: choose another target$"):
+        HeadConfig.for_target(odd, 36, VOCAB)
+    assert HeadConfig.for_target(GPT2Config(n_embd=36, n_head=9), 36, VOCAB).head_dim == 4
