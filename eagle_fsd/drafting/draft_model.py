@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen, Verifier
-from eagle_fsd.drafting.eagle_drafter import commit_in_chunks
 from eagle_fsd.drafting.tree_growth import BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache, commit_in_chunks
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 

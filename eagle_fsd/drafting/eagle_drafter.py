@@ -10,7 +10,7 @@ vocabulary, and behind them what the texts have beside it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
@@ -28,7 +28,7 @@ from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache, commit_in_chunks
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.network import Layout, Network
@@ -206,31 +206,6 @@ class EaglePredictor:
             return self.graph(inputs, [visible], self.cache)
         dtype = self.head.fc.weight.dtype
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
-
-
-def commit_in_chunks(
-    cache: KVCache,
-    read: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    counts: Sequence[int],
-    first: bool,
-) -> Tensor:
-    """Read pairs [B, P] in chunks, commit counts[row] of them and return the outputs [B, d] at the last ones.
-
-    inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset
-    past the committed slots, and returns outputs [B, q, d].
-    """
-    outputs, total = [], inputs[0].shape[1]
-    for start in range(0, total, cache.widest):
-        end = min(total, start + cache.widest)
-        cache.reserve(end - start, offset=start, exact=first)
-        output = read(*(one[:, start:end] for one in inputs), start)
-        outputs.append(output.clone() if total > cache.widest else output)  # the next may overwrite it
-    # A row that is done commits nothing; its output is read at place 0 and never used.
-    last = on_device([max(count, 1) for count in counts], cache.device)[:, None, None] - 1
-    output = torch.cat(outputs, dim=1)
-    cache.advance(counts)
-    return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
 
 
 def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network:

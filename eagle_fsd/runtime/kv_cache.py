@@ -8,7 +8,7 @@ H key-value heads, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -285,3 +285,28 @@ class KVCache:
 
     def _round_up(self, slots: int) -> int:
         return slots if not self.step else -(-slots // self.step) * self.step
+
+
+def commit_in_chunks(
+    cache: KVCache,
+    read: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    counts: Sequence[int],
+    first: bool,
+) -> Tensor:
+    """Read pairs [B, P] in chunks, commit counts[row] of them and return the outputs [B, d] at the last ones.
+
+    inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset
+    past the committed slots, and returns outputs [B, q, d].
+    """
+    outputs, total = [], inputs[0].shape[1]
+    for start in range(0, total, cache.widest):
+        end = min(total, start + cache.widest)
+        cache.reserve(end - start, offset=start, exact=first)
+        output = read(*(one[:, start:end] for one in inputs), start)
+        outputs.append(output.clone() if total > cache.widest else output)  # the next may overwrite it
+    # A row that is done commits nothing; its output is read at place 0 and never used.
+    last = on_device([max(count, 1) for count in counts], cache.device)[:, None, None] - 1
+    output = torch.cat(outputs, dim=1)
+    cache.advance(counts)
+    return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]

@@ -24,7 +24,7 @@ from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
 from eagle_fsd.drafting.drafter import NoDrafter, Seen
 from eagle_fsd.drafting.eagle_config import HeadConfig
-from eagle_fsd.drafting.eagle_drafter import Vocabulary, commit_in_chunks
+from eagle_fsd.drafting.eagle_drafter import Vocabulary
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.runtime import kv_cache
@@ -484,7 +484,7 @@ def test_pairs_are_committed_in_chunks_whose_outputs_share_memory(monkeypatch: p
 
     cache = kv_cache.KVCache(2, 8, torch.device("cpu"))
     numbers = torch.tensor([[1.0, 0, 0, 0], [5.0, 6, 7, 8]])
-    assert commit_in_chunks(cache, read, [numbers], counts, first=True).tolist() == [[1.0], [8.0]]
+    assert kv_cache.commit_in_chunks(cache, read, [numbers], counts, first=True).tolist() == [[1.0], [8.0]]
     assert cache.row_lengths == counts
 
 

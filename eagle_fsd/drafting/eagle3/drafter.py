@@ -24,7 +24,6 @@ from eagle_fsd.drafting.eagle3.graph import Eagle3Graph
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import (
     HeadVerifier,
-    commit_in_chunks,
     new_pairs,
     require_equal,
     require_float32,
@@ -32,7 +31,7 @@ from eagle_fsd.drafting.eagle_drafter import (
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache, commit_in_chunks
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
