@@ -196,11 +196,9 @@ class BlockCache(KVCache):
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Let lengths and limits be those of these rows, whose keys and values have moved."""
-        lengths = [self.row_lengths[row] for row in rows]
-        self.row_limits = [self.row_limits[row] for row in rows]
-        self.rows, self.buffers = len(rows), object()
+        self.rows, self.row_limits = len(rows), [self.row_limits[row] for row in rows]
         self._all_lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        self._set_lengths(lengths)
+        self._set_lengths([self.row_lengths[row] for row in rows])
 
     def _allocate(self, size: tuple[int, int], capacity: int, rows: int) -> Tensor:
         heads, width = size

@@ -114,15 +114,17 @@ class Variants:
             oldest = min(
                 self.compiled, key=lambda one: (one == latest, one not in self._measured, self._used[one])
             )
-            del self.compiled[oldest]
-            self._forget(oldest)
+            self._drop(oldest)
         graph = self.compiled[sizes] = Future()
         return True, graph
 
-    def _forget(self, sizes: tuple[int, ...]) -> None:
-        """Begin to count sizes anew, whose graph is gone. The lock is held."""
+    def _drop(self, sizes: tuple[int, ...]) -> None:
+        """Drop the graph of sizes, and begin to count them anew. The lock is held.
+
+        Whether they are unexpected is said when they get a graph again.
+        """
+        del self.compiled[sizes]
         self._measured.discard(sizes)
-        self._unexpected.discard(sizes)
         self._seen.pop(sizes, None)
 
     def _compile_beside(self, sizes: tuple[int, ...], graph: Future[Any]) -> None:
@@ -136,8 +138,7 @@ class Variants:
         except BaseException as error:  # noqa: BLE001 (nobody may wait for ever)
             with self._lock:
                 if self.compiled.get(sizes) is graph:
-                    del self.compiled[sizes]
-                    self._forget(sizes)
+                    self._drop(sizes)
             graph.set_exception(error)
 
     def _remember(self, sizes: tuple[int, ...]) -> None:
