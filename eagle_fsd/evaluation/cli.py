@@ -113,10 +113,13 @@ def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
 
 @contextmanager
 def mistakes_on_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Report a ValueError or OSError within, or lack of memory, as the parser's own error; exit code 2."""
+    """Report what a user can fix as the parser's own error; exit code 2.
+
+    That is a ValueError or OSError within, lack of memory, and logits that are not finite.
+    """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         parser.error(one_line(error))
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
+from eagle_fsd import EagleFSD, Fuzzy, NonFiniteLogits, TreeConfig
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.evaluation.cli import (
     encoded_prompts,
@@ -408,6 +408,14 @@ def test_memory_that_ends_in_a_command_is_one_line(capsys: pytest.CaptureFixture
     assert "error: out of memory: CUDA out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="a fault"), parsed(plain_parser("A command."), []):
         raise RuntimeError("a fault")
+
+
+def test_logits_that_are_not_finite_end_a_command_as_they_end_generate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"), parsed(plain_parser("A command."), []):
+        raise NonFiniteLogits(3, 0)
+    assert "error: step 3 of row 0: the target's logits" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

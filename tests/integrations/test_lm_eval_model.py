@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus
 from eagle_fsd.acceptance.rule_names import RULES, describe
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub import save_head
 from eagle_fsd.integrations.lm_eval.requests import ending_of, seeds, settings_of
@@ -592,3 +594,20 @@ def test_the_command_without_lm_eval(
     runpy.run_path(str(ROOT / "eval" / "harness.py"), run_name="__main__")
     shown = capsys.readouterr().out
     assert "--model_args threshold=0.3 --tasks gsm8k" in shown and "pip install 'eagle-fsd[harness]'" in shown
+
+
+def test_logits_that_are_not_finite_end_the_command_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate() -> None:
+        raise NonFiniteLogits(3, 0)
+
+    stand_ins = {"lm_eval": {}, "lm_eval.__main__": {"cli_evaluate": evaluate}}
+    for name, held in {**stand_ins, "eagle_fsd.integrations.lm_eval.model": {}}.items():
+        module = ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys, "argv", ["harness.py"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "eval" / "harness.py"), run_name="__main__")
+    assert "harness.py: error: step 3 of row 0: the target's" in capsys.readouterr().err.splitlines()[-1]

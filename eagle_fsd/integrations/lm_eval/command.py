@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from lm_eval.__main__ import cli_evaluate
 
         cli_evaluate()
-    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+    except (ValueError, OSError, FloatingPointError, NotImplementedError, ImportError) as error:
         sys.exit(report_mistake(Path(sys.argv[0]).name, error))
     except KeyboardInterrupt:
         sys.exit(report_interrupt())
