@@ -214,7 +214,7 @@ def test_a_message_that_a_template_changes_is_refused_in_one_line(template: str)
         "continue_final_message: the target's chat template leaves out, or changes, what the last message "
         "ends with, so that it cannot be continued; change it, or leave it out"
     )
-    with pytest.raises(ChatRefused, match="cannot be continued: let the answer be a new turn, or continue"):
+    with pytest.raises(ChatRefused, match=r"cannot be continued: let the answer be a new turn$"):
         encode_chat(tokenizer, BEGUN, end="open")
 
 
