@@ -54,6 +54,7 @@ def load_model(args: argparse.Namespace) -> EagleFSD:
         logging.getLogger("eagle_fsd").setLevel(logging.INFO)
     else:
         transformers.utils.logging.set_verbosity_error()
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every product in bfloat16
         # What transformers will change in itself is no news to whoever asks a question.
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     base_model = DEFAULT_TARGET if args.base_model is None else args.base_model

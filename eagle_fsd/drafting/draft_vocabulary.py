@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle_fsd.files.fingerprints import is_plain
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.packed_linear import PackedLinear, take_rows
 
@@ -125,7 +126,7 @@ class DraftVocabulary:
 
 def has_plain_rows(lm_head: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether an lm_head is a product with its rows, and no more."""
-    return type(lm_head) in (nn.Linear, PackedLinear)
+    return type(lm_head) in (nn.Linear, PackedLinear) and is_plain(lm_head.weight)
 
 
 def check_draft_tokens(token_ids: Tensor, vocab_size: int, name: str, remedy: str) -> None:

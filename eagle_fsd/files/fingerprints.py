@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from eagle_fsd.core.devices import DTYPES
 
 SAMPLE = 64  # values of each weight that a target's digest reads
 
@@ -30,7 +32,8 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     The digest reads a few values of every weight, so that tuning only some layers changes it. It is the same
     in float32 and in bfloat16.
     """
-    weights = [sample_values(whole(weight), SAMPLE) for weight in model.parameters() if not weight.is_meta]
+    there = (whole(weight) for weight in stored(model) if not weight.is_meta)
+    weights = [sample_values(part, SAMPLE) for weight in there for part in parts_of(weight)]
     return {"name": name, "weights": digest_weights(weights), "dtype": dtype_name(model)}
 
 
@@ -43,6 +46,28 @@ def whole(weight: Any) -> Tensor:
     """Return a whole weight, also if each rank of a split model holds a part: then all must call this."""
     full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return full
+
+
+def stored(model: nn.Module) -> Iterator[Tensor]:
+    """Yield a model's weights. Packages such as GPTQ's keep a quantised model's in buffers of integers."""
+    yield from model.parameters()
+    if getattr(model, "is_quantized", False):
+        yield from (buffer for buffer in model.buffers() if not buffer.is_floating_point())
+
+
+def is_plain(weight: object) -> TypeGuard[Tensor]:
+    """Return whether a weight is a tensor of floats of torch's own, whole or split among ranks."""
+    own = not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "full_tensor")
+    return isinstance(weight, Tensor) and own and weight.dtype in DTYPES.values()
+
+
+def parts_of(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold a weight: several if it is of a class such as torchao's."""
+    if hasattr(weight, "__tensor_flatten__"):
+        for name in weight.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(weight, name))
+    else:
+        yield weight
 
 
 def models_identity(target: dict[str, str], drafter: Identified | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from eagle_fsd.files.fingerprints import digest_json, digest_tensors
 from eagle_fsd.files.tensor_files import read_tensors
 from eagle_fsd.hub.head_checkpoint import TEXT_FIELD, VOCABULARY_NAME, read_config
+from eagle_fsd.hub.quantised_files import quantisation_of
 from eagle_fsd.hub.resolve import HeadSource, TargetSource
 from eagle_fsd.target.model import TargetModel
 
@@ -43,8 +44,10 @@ def target_digest(source: TargetSource, target: TargetModel) -> str | None:
 
     A GGUF file, quantisation and float16 round them, and the same target has another digest.
     """
-    rounded = source.gguf_file is not None or target.dtype not in (torch.float32, torch.bfloat16)
-    if rounded or getattr(target.held.config, "quantization_config", None) is not None:
+    if source.gguf_file is not None or target.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    # The files are asked: what transformers unpacked while it loaded has no mark of it.
+    if quantisation_of(read_config(source.folder, "target")) is not None:
         return None
     return target.identity("")["weights"]
 

@@ -24,6 +24,7 @@ from eagle_fsd.hub.loading.gguf_reading import dequantize_options, forget_quanti
 from eagle_fsd.hub.loading.gguf_vectors import check_vectors
 from eagle_fsd.hub.loading.progress import hide_loading_bars, show_progress
 from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
+from eagle_fsd.hub.quantised_files import check_quantisation
 from eagle_fsd.hub.resolve import TargetSource, name_of_source, resolve_target
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes, check_tokens
@@ -148,12 +149,17 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
         check_folder(source.folder, source.name, settings.trust_remote_code)
     options = reader_options(source, settings.trust_remote_code)
     config = load_config(source, options)
+    method = None
     if source.gguf_file is None:
         check_plausible(config, source.folder, source.name)
+        method = check_quantisation(config.to_dict(), source.name)
     if settings.ranks.several:
         check_split(config, settings.ranks.size, source.name)
     load_generation_config(source)  # transformers takes a broken one for none, and its end tokens are lost
-    widens = source.gguf_file is None and settings.on_cpu and settings.dtype == torch.float32
+    # Packages that quantise make their weights while they load, where these are to be.
+    loads_there = method is not None and settings.device_map is None and not settings.ranks.several
+    plain = source.gguf_file is None and method is None
+    widens = plain and settings.on_cpu and settings.dtype == torch.float32
     place = widening(source.folder) if widens else contextlib.nullcontext()
     bars = hide_loading_bars(source.gguf_file is not None)
     # transformers would load to torch's default device, which is nobody's choice here.
@@ -162,7 +168,7 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
             source.folder,
             config=config,
             dtype=settings.dtype,
-            device_map=settings.device_map,
+            device_map=settings.device if loads_there else settings.device_map,
             attn_implementation=settings.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # check_whole reports them better
@@ -170,9 +176,9 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
             **split_options(settings.ranks),
             **(dequantize_options() if source.gguf_file is not None else {}),
         )
-        if settings.device_map is None and not settings.ranks.several:
+        if settings.device_map is None and not settings.ranks.several and not loads_there:
             model = model.to(settings.device)
-    check_whole(report, source.name)
+    check_whole(report, source.name, method)
     if source.gguf_file is not None:
         check_vectors(model, str(source.folder / source.gguf_file), source.name)
         forget_quantization(model)
@@ -279,9 +285,10 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_whole(report: dict[str, Any], name: str) -> None:
+def check_whole(report: dict[str, Any], name: str, method: str | None = None) -> None:
     """Raise ValueError if the files lack a weight or have it in another shape; warn of what is left out.
 
+    method: that quantised them, if any.
     transformers would fill it with random values and only warn, and the command line turns its warnings off.
     """
     for key, found, wanted in sorted(report["mismatched_keys"]):
@@ -291,6 +298,11 @@ def check_whole(report: dict[str, Any], name: str) -> None:
         )
     if missing := sorted(report["missing_keys"]):
         lost = f"{len(missing)} weights, such as {missing[0]}"
+        if method is not None:
+            raise ValueError(
+                f"target {name!r} is quantised by {method}, and transformers does not find {lost}: it must "
+                "read them; choose a checkpoint that another one made, or one that is not quantised"
+            )
         raise ValueError(
             f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
         )
@@ -310,6 +322,11 @@ def one_line_errors(name: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"target {name!r} does not fit: the device must hold it; use a smaller dtype"
+        ) from error
+    except ImportError as error:
+        raise ValueError(
+            f"target {name!r} cannot be loaded ({one_line(error, 200)}): what it needs must be installed; "
+            "install that, or choose another target"
         ) from error
     except Exception as error:  # readers' errors have no common base; tokenizers raises plain Exception
         text = one_line(error, 200)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.core.devices import multiplies_bfloat16
+from eagle_fsd.files.fingerprints import is_plain
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
 from eagle_fsd.runtime.timing import BUSY, Call, CoreWait, disagreement, time_in_turn
@@ -120,9 +122,19 @@ def sample_weights(module: nn.Module) -> list[Tensor]:
     return sample
 
 
+def is_stock(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Return whether a layer is torch's own linear layer, with a plain weight.
+
+    Packages that quantise put weights of another class into it, or take its weight or its forward away.
+    """
+    return (
+        type(layer) is nn.Linear and is_plain(getattr(layer, "weight", None)) and "forward" not in vars(layer)
+    )
+
+
 def supported_weights(module: nn.Module) -> list[Tensor]:
     """Return the weights of the linear layers that a backend supports; a tied weight comes once."""
-    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and backend_for(layer.weight))
+    layers = (layer for layer in module.modules() if is_stock(layer) and backend_for(layer.weight))
     return list({id(layer.weight): layer.weight for layer in layers}.values())
 
 

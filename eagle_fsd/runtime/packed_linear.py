@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.files.fingerprints import sample_values, whole
-from eagle_fsd.runtime.matmul_backends import ONEDNN, MatmulBackend, backend_for
+from eagle_fsd.runtime.matmul_backends import ONEDNN, MatmulBackend, backend_for, is_stock
 
 MADE = ("packed", "sample", "sample_then")  # made from the weight, and made again for a copy of the layer
 SAMPLE = 64  # how many values of a weight are compared to notice a change that left no other trace
@@ -104,7 +104,7 @@ def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> n
     made: dict[nn.Module, PackedLinear] = {}  # a layer may be used in several places
     for parent in list(module.modules()) if backend else ():
         for name, child in list(parent._modules.items()):  # named_children skips repeats
-            if type(child) is nn.Linear and backend_for(child.weight):
+            if is_stock(child) and backend_for(child.weight):
                 if child not in made:
                     made[child] = PackedLinear(child, backend)
                 setattr(parent, name, made[child])

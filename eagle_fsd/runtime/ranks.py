@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.fingerprints import parts_of, stored
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=2)  # how long a rank waits for another: reading large weights takes long
@@ -201,13 +202,14 @@ def is_split(weight: Tensor) -> bool:
 
 def local_bytes(weight: Any) -> int:
     """Return the bytes of a weight that are on this rank."""
-    return int(weight.to_local().nbytes if is_split(weight) else weight.nbytes)
+    here = weight.to_local() if is_split(weight) else weight
+    return sum(part.nbytes for part in parts_of(here))
 
 
 def held_bytes(module: nn.Module | None, besides: nn.Module | None = None) -> int:
     """Return the bytes of a module's weights on this rank, without those that another one has as well."""
     others = set() if besides is None else set(besides.parameters())
-    weights = [] if module is None else module.parameters()
+    weights = [] if module is None else stored(module)
     return sum(local_bytes(weight) for weight in weights if weight not in others)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.fingerprints import is_plain
 from eagle_fsd.target.states.mixers import find_mixers
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ def check_model(model: PreTrainedModel) -> None:
             f"target is a {config.model_type!r} model whose config names no hidden_size: drafting reads "
             "features of that size; use another target"
         )
-    if any(part.weight.is_meta for part in (lm_head, model.get_input_embeddings())):
+    ends = (lm_head, model.get_input_embeddings())
+    if any(weight.is_meta for part in ends for weight in part.parameters(recurse=False)):
         raise ValueError(
             "device_map offloads the embeddings or the lm_head: drafting reads both all the time; place "
             "them on a device and offload decoder layers only"
@@ -158,6 +160,23 @@ def feature_device(model: PreTrainedModel) -> torch.device:
         return model.device
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     return model.get_decoder()(input_ids=token, use_cache=False).last_hidden_state.device
+
+
+def quantised_by(model: nn.Module) -> str | None:
+    """Return the method that holds a model's weights in fewer bits, "bitsandbytes" say; None: they are plain.
+
+    A GGUF file's weights, and those that transformers unpacked while it loaded, are plain.
+    """
+    if not getattr(model, "is_quantized", False):
+        return None
+    method = model.hf_quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
+
+
+def vocabulary_size(lm_head: nn.Module) -> int:
+    """Return how many tokens an lm_head has logits of: a quantised weight's shape may not say it."""
+    weight = getattr(lm_head, "weight", None)
+    return int(weight.shape[0] if is_plain(weight) else lm_head.out_features)
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

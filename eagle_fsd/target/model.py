@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from eagle_fsd.core.tree import additive, within_window
-from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.files.fingerprints import stored, target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -25,6 +25,7 @@ from eagle_fsd.target.admission.checks import (
     check_tree_verification,
     compute_with,
     flash_verifies,
+    run_quantised,
     show_taps,
 )
 from eagle_fsd.target.architecture import (
@@ -41,7 +42,9 @@ from eagle_fsd.target.architecture import (
     longest_text,
     named_sampling,
     own_defaults,
+    quantised_by,
     report_defaults,
+    vocabulary_size,
 )
 from eagle_fsd.target.graph_decoder import GraphDecoder, read_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
@@ -80,13 +83,14 @@ class TargetModel:
     ) -> None:
         if not isinstance(model, KeptModel):
             check_model(model)
+            run_quantised(model)
         self.ranks = ranks
         self.held = model.eval()
         self.stepper, self.recurrent, self.in_parts = stepper, False, True
         self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.vocab_size = vocabulary_size(self.lm_head)
         self.max_positions = longest_text(self.config)
         self.kinds = attention_kinds(self.config)
         self.window: int = getattr(self.config, "sliding_window", None) or 0
@@ -146,8 +150,8 @@ class TargetModel:
 
     @property
     def weight_format(self) -> str:
-        """The format of the weights that forwards multiply with: a dtype, "int8" or "packed"."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        """The format that forwards multiply with: a dtype, "int8", "packed", or what quantised_by says."""
+        dtype = quantised_by(self.held) or str(self.dtype).removeprefix("torch.")
         return dtype if self.graphs is None else self.graphs.runtime.weight_format
 
     @property
@@ -191,7 +195,7 @@ class TargetModel:
     def _weights_read(self) -> list[Tensor]:
         """Return all weights but input embeddings that are not the lm_head's: few of their rows are read."""
         embeddings, head = self.model.get_input_embeddings().weight, self.lm_head.weight
-        return [weight for weight in self.model.parameters() if weight is not embeddings or weight is head]
+        return [weight for weight in stored(self.model) if weight is not embeddings or weight is head]
 
     def identity(self, name: str) -> dict[str, str]:
         """Return what answers depend on, for a target of this name; see files.fingerprints."""

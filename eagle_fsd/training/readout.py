@@ -8,8 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_fsd.files.fingerprints import is_plain
 from eagle_fsd.target.architecture import PLAIN, LogitsTransform
 from eagle_fsd.target.model import TargetModel
+
+AT_ONCE = 256  # rows of the identity in one product
+
+
+@torch.no_grad()
+def plain_rows(target: TargetModel) -> Tensor:
+    """Return a copy of the rows [V, d] of a target's lm_head.
+
+    A quantised layer is multiplied with the identity, so that nothing need be known of its format.
+    """
+    weight = getattr(target.lm_head, "weight", None)
+    if is_plain(weight):
+        return weight.detach().clone()
+    bias = getattr(target.lm_head, "bias", None)
+    parts = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device).split(AT_ONCE)
+    columns = [target.raw_logits(part) - (0 if bias is None else bias.to(target.device)) for part in parts]
+    return torch.cat([part.to(target.dtype) for part in columns]).T.contiguous()
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,7 @@ class Readout:
         """Copy the target's readout of all V tokens, so that the target need not stay in memory."""
         bias = getattr(target.lm_head, "bias", None)
         return cls(
-            target.lm_head.weight.detach().clone(),
+            plain_rows(target),
             None if bias is None else bias.detach().clone(),
             target.logits_transform,
         )

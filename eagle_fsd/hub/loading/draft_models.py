@@ -15,6 +15,7 @@ from eagle_fsd.hub.resolve import TargetSource
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
 from eagle_fsd.runtime.step_recorder import EAGER
+from eagle_fsd.target.architecture import quantised_by, vocabulary_size
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
@@ -47,7 +48,9 @@ def load_draft_model(
     runtime = target.runtime if device.type == "cpu" and dtype is None else None
     load = reader(source, options)
     model, own = load(dtype=dtype or target.dtype, device=device, device_map=None)
-    sizes = (target.vocab_size, model.get_output_embeddings().weight.shape[0])
+    if quantised_by(model) is not None:  # only torch computes it
+        runtime = None
+    sizes = (target.vocab_size, vocabulary_size(model.get_output_embeddings()))
     require_same_vocabulary(tokenizer, own, sizes, source.name)
     model.generation_config = GenerationConfig()  # its own is for answers, and it only drafts
     if runtime is None:

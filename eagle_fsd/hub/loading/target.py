@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import multiplies_bfloat16
-from eagle_fsd.hub.choose_runtime import AUTO, TORCH, Plan, settle
+from eagle_fsd.hub.choose_runtime import AUTO, TORCH, Plan, argument_for_openvino, settle
 from eagle_fsd.hub.kept.second_start import SecondStart
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.progress import show_progress
@@ -29,6 +29,7 @@ from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.admission.checks import refuse_states
+from eagle_fsd.target.architecture import quantised_by
 from eagle_fsd.target.kept.kept_model import KeptModel, shapes_of, whole
 from eagle_fsd.target.model import TargetModel
 
@@ -48,13 +49,16 @@ def load_planned(
         second = SecondStart.of(source, plan.weight_format, options.attn_implementation)
     found = second and second.find(lambda: load(dtype=torch.float32)[0])
     held, tokenizer = found or ranks.together(functools.partial(load, dtype=plan.dtype, ranks=ranks))
+    asked = argument_for_openvino(options.runtime, options.weight_format)
+    if asked is None and quantised_by(held) is not None:
+        plan = replace(plan, runtime=TORCH)
     runtimes = Runtimes(source, plan, options, ranks, load, held)
     if plan.runtime == AUTO:
         target = settle(plan, shapes_of(held), runtimes.on_torch, runtimes.on_openvino)
     else:
         target = runtimes.on_torch() if plan.runtime == TORCH else runtimes.on_openvino()
     if target.runtime is None:
-        if target.dtype == torch.bfloat16 and not multiplies_bfloat16(target.device):
+        if plan.dtype == torch.bfloat16 and not multiplies_bfloat16(target.device):
             logger.warning(
                 "dtype is bfloat16, which this device emulates: it takes many times as long as other dtypes; "
                 "leave it out"
@@ -129,7 +133,15 @@ def pack_for(model: torch.nn.Module, options: LoadOptions) -> None:
 def compile_target(
     model: PreTrainedModel | KeptModel, source: TargetSource, weight_format: str, pages: bool = True
 ) -> TargetModel:
-    """Return a model in float32 as a target that OpenVINO computes. pages: see TargetModel."""
+    """Return a model in float32 as a target that OpenVINO computes. pages: see TargetModel.
+
+    Raises ValueError if another tool holds its weights quantised, or it cannot be converted.
+    """
+    if (method := quantised_by(model)) is not None:
+        raise ValueError(
+            f"target {source.name!r} is quantised by {method}: OpenVINO's graphs are made of plain weights; "
+            "use runtime torch without a weight_format, or choose a checkpoint that is not quantised"
+        )
     if isinstance(model, KeptModel):
         show_progress(f"loading {source.name} in {weight_format} from its kept graphs ...")
     else:

@@ -10,6 +10,7 @@ import transformers
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.hub.choose_runtime import argument_for_openvino
+from eagle_fsd.hub.quantised_files import quantisation_of
 from eagle_fsd.runtime.ranks import Ranks
 
 AUTO = "auto"
@@ -58,6 +59,11 @@ def require_weights_of_its_own(name: str, gguf_file: str | None) -> None:
 
 def check_split(config: transformers.PreTrainedConfig, size: int, name: str) -> None:
     """Raise ValueError unless transformers has a plan for a target, and its heads can be dealt out."""
+    if (method := quantisation_of(config.to_dict())) is not None:
+        raise ValueError(
+            f"target {name!r} is quantised by {method}: a target that is split among ranks must have plain "
+            "weights; use device_map (--device-map auto), or a checkpoint that is not quantised"
+        )
     text = config.get_text_config(decoder=True)
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:

@@ -29,7 +29,7 @@ from eagle_fsd.target.admission.small_tree import (
     tolerance,
     tree_difference,
 )
-from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds
+from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds, quantised_by
 from eagle_fsd.target.graph_decoder import REMEDY, may_page, trace_graphs
 from eagle_fsd.target.states.mixers import find_mixers
 
@@ -44,6 +44,29 @@ FORWARD_ERRORS = (
     *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
     *(IndexError, KeyError, AssertionError),
 )
+
+
+@torch.no_grad()  # no inference mode: layers may keep what they make
+def run_quantised(model: PreTrainedModel) -> None:
+    """Run a quantised model's own forward once. Raises ValueError if it fails.
+
+    Some packages make their layers ready in it: compressed-tensors unpacks them. Ours runs the decoder alone.
+    """
+    method = quantised_by(model)
+    if method is None:
+        return
+    kind = model.config.model_type
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    try:
+        model(input_ids=token, use_cache=False)
+    except FORWARD_ERRORS as error:
+        dtype = str(model.dtype).removeprefix("torch.")
+        refuse_lack_of_memory(f"target {kind!r}", error)
+        raise ValueError(
+            f"target is a {kind!r} model quantised by {method}, whose own forward fails in {dtype} "
+            f"({one_line(error, 200)}): it must run here; try dtype "
+            f"{'float16' if dtype == 'bfloat16' else 'bfloat16'}, or another checkpoint"
+        ) from error
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from eagle_fsd.drafting.eagle3.config import Eagle3Config, usual_taps
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.readout import plain_rows
 from eagle_fsd.training.schedule import fill_with_noise
 
 LARGEST_VOCABULARY = 32_000  # drafted tokens of a new head, unless it is told otherwise
@@ -73,7 +74,7 @@ def new_head(
     fill_with_noise(head, seed)
     head.fc.weight[:, -shape.hidden_size :] = torch.eye(shape.hidden_size)
     head.norm.weight.copy_(last_norm(target))
-    rows = target.lm_head.weight if drafted is None else target.lm_head.weight[drafted]
+    rows = plain_rows(target) if drafted is None else plain_rows(target)[drafted]
     # The draft's logits get no transform: the target's scale goes into the rows.
     head.lm_head.weight.copy_(rows.float() * target.logits_transform.scale * START)
     return head
