@@ -38,6 +38,7 @@ from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import held_bytes
+from eagle_fsd.target.admission import small_tree
 from eagle_fsd.target.admission.small_tree import tree_difference
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.eagle3.new_head import START, new_head
@@ -100,7 +101,9 @@ def test_a_model_that_the_caller_loaded_is_a_target(int8: Path) -> None:
     assert texts(engine) == greedy_alone(model, PROMPTS, 16)
 
 
-def test_kernels_that_round_otherwise_are_no_mistake(tmp_path: Path) -> None:
+def test_kernels_that_round_otherwise_are_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The model's own forward is the measure: it has the same weights.
+    monkeypatch.setattr(small_tree, "own_forward", lambda _: pytest.fail("it is measured by itself"))
     target = load(save_int8(tmp_path, rounds=True)).target
     with torch.inference_mode():
         assert 1e-3 < tree_difference(target) < 0.1  # more than float32 rounds
@@ -116,7 +119,27 @@ def test_a_dtype_in_which_the_layers_do_not_run_is_one_line(
     refused(lambda: load(int8), f"quantised by {METHOD}", "float32 (expected m1", "try dtype bfloat16")
 
 
+def test_a_method_is_told_where_its_weights_are_to_be(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def note(_: Int8Quantizer, **given: Any) -> None:
+        told.append(given["device_map"])
+
+    monkeypatch.setattr(Int8Quantizer, "validate_environment", note)
+    load(int8)
+    assert told == [{"": torch.device("cpu")}]
+
+
 # -- runtimes ----------------------------------------
+
+
+def test_a_quantised_draft_model_runs_on_torch_beside_openvino(int8: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    tiny_model().save_pretrained(tmp_path / "plain")
+    tiny_tokenizer().save_pretrained(tmp_path / "plain")
+    engine = load(tmp_path / "plain", draft_model=int8, runtime="openvino")
+    assert engine.runtime == "openvino" and engine.drafter.draft.runtime is None
+    assert texts(engine) == greedy_alone(tiny_model(), PROMPTS, 16)
 
 
 def test_openvino_is_refused_where_it_is_asked_for(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
