@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.fingerprints import is_plain
+from eagle_fsd.files.fingerprints import is_plain, stored
 from eagle_fsd.target.states.mixers import find_mixers
 
 if TYPE_CHECKING:
@@ -177,6 +177,12 @@ def vocabulary_size(lm_head: nn.Module) -> int:
     """Return how many tokens an lm_head has logits of: a quantised weight's shape may not say it."""
     weight = getattr(lm_head, "weight", None)
     return int(weight.shape[0] if is_plain(weight) else lm_head.out_features)
+
+
+def weights_read(model: PreTrainedModel) -> list[Tensor]:
+    """Return all weights but input embeddings that are not the lm_head's: few of their rows are read."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return [weight for weight in stored(model) if weight is not embeddings or weight is head]
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

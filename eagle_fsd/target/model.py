@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from eagle_fsd.core.tree import additive, within_window
-from eagle_fsd.files.fingerprints import stored, target_identity
+from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -45,6 +45,7 @@ from eagle_fsd.target.architecture import (
     quantised_by,
     report_defaults,
     vocabulary_size,
+    weights_read,
 )
 from eagle_fsd.target.graph_decoder import GraphDecoder, read_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
@@ -65,12 +66,12 @@ class TargetModel:
 
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
-    logits. max_positions: the longest text, prompt included. kinds: of attention, in its layers. recurrent:
-    whether layers have states; in_parts: see StateCache.
-    stepper: how the parts of a step are run. ranks: the processes that hold a part of it each. pages: whether
-    its graphs may attend over pages. Draft models need False: pages show a token all slots before its own.
-    ignored_defaults: options of the model's generation_config that are not applied here, such as typical_p.
-    The model itself is never changed, not even temporarily.
+    logits. max_positions: the longest text, prompt included. kinds: of its attention. recurrent: whether
+    layers have states. in_parts: see StateCache. stepper: how the parts of a step are run. ranks: the
+    processes that hold a part of it each. pages: whether its graphs may attend over pages. Draft models need
+    False: pages show a token all slots before its own. ignored_defaults: options of the model's
+    generation_config that are not applied here, such as typical_p. The model itself is never changed, not
+    even temporarily.
     """
 
     def __init__(
@@ -183,19 +184,14 @@ class TargetModel:
         """The number of weights that a forward reads; of a mixture of experts, all of them."""
         if isinstance(self.held, KeptModel):
             return self.held.parameter_count
-        return sum(weight.numel() for weight in self._weights_read())
+        return sum(weight.numel() for weight in weights_read(self.model))
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of the weights that a forward reads on this rank."""
         if self.graphs is not None:
             return self.graphs.weight_bytes
-        return sum(map(local_bytes, self._weights_read()))
-
-    def _weights_read(self) -> list[Tensor]:
-        """Return all weights but input embeddings that are not the lm_head's: few of their rows are read."""
-        embeddings, head = self.model.get_input_embeddings().weight, self.lm_head.weight
-        return [weight for weight in stored(self.model) if weight is not embeddings or weight is head]
+        return sum(map(local_bytes, weights_read(self.model)))
 
     def identity(self, name: str) -> dict[str, str]:
         """Return what answers depend on, for a target of this name; see files.fingerprints."""
