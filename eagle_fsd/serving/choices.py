@@ -24,7 +24,7 @@ from eagle_fsd.serving.requests.generation import Chat, Decoding
 from eagle_fsd.serving.tools.plan import ToolPlan, plan_tools
 from eagle_fsd.serving.work.tree import ServedTree
 from eagle_fsd.text.chat import require_tokenizer
-from eagle_fsd.text.grammar import compile_form
+from eagle_fsd.text.grammar import compile_form, require_form
 from eagle_fsd.text.stop_strings import words_as_tokens
 from eagle_fsd.text.tool_calls import CallFormat, call_format
 
@@ -146,9 +146,13 @@ class Chooser:
 
     def constraint(self, request: Decoding, tools: ToolPlan | None, ends: Sequence[int]) -> Constraint | None:
         """Return what the form of the answer allows. Raises ApiError for one that cannot be followed."""
-        name = request.form_name if tools is None else "tools"
+        name = request.form_name
         try:
-            form = request.form if tools is None else tools.form
+            form = request.form
+            if tools is not None:
+                if form is not None:  # its errors are its own, and those of both together are of the tools
+                    require_form(form)
+                name, form = "tools", tools.form
             if form is None:
                 return None
             if not ends:

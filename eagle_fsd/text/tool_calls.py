@@ -91,12 +91,17 @@ def call_text(name: str, arguments: Mapping[str, Any], form: CallFormat = OWN_FO
 
 
 def call_grammar(
-    functions: Sequence[Mapping[str, Any]], form: CallFormat, several: bool, free: bool = False
+    functions: Sequence[Mapping[str, Any]],
+    form: CallFormat,
+    several: bool,
+    free: bool = False,
+    answer: str | None = None,
 ) -> str:
     """Return a grammar (Lark) of answers that call one of these functions.
 
     several: or more, one after the other, where calls are tagged. free: an answer may also be any text, or
-    have any text before its calls; tagged calls only.
+    have any text before its calls. answer: the schema of the JSON that it may be in place of that. Both are
+    for tagged calls only.
     """
     first = again = end = ""
     if form.tagged:
@@ -107,6 +112,9 @@ def call_grammar(
         # The lazy rule ends with the first tag that is complete, so that no text goes on behind it.
         rules = ["start: TEXT | calls", f"free[lazy]: TEXT {quoted(OPEN)}", "TEXT: /(?s:.*)/"]
         first = f"free {quoted(form.before)}" if form.before else "free"
+    elif answer is not None:
+        wanted = {"x-guidance": WHITE_SPACE, **json.loads(answer)}
+        rules = ["start: answer | calls", f"answer: %json {json.dumps(wanted)}"]
     more = f' ("\\n" {again} call {end})*' if several and form.tagged else ""
     rules.append(f"calls: {first} call {end}{more}")
     rules.append("call: " + " | ".join(f"call{place}" for place in range(len(functions))))

@@ -118,14 +118,15 @@ def random_tools(draw: random.Random, tagged: bool) -> dict[str, Any]:
     return found | {"parallel_tool_calls": draw.choice([True, False, None])}
 
 
-def random_form(draw: random.Random) -> dict[str, Any]:
+def random_form(draw: random.Random, of_json: bool = False) -> dict[str, Any]:
+    """Return a form. of_json: one that an answer may have beside tools."""
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": draw.choice(SCHEMAS)}}
     return draw.choice(
         [
             {"response_format": {"type": "json_object"}},
             {"response_format": {"type": "text"}},
             {"response_format": schema},
-            {"structured_outputs": draw.choice(FORMS)},
+            {"structured_outputs": FORMS[-1] if of_json else draw.choice(FORMS)},
         ]
     )
 
@@ -136,7 +137,8 @@ def random_chat(draw: random.Random, known: CallFormat) -> dict[str, Any]:
     kind = draw.choice(["plain", "form", "form", "tools", "tools", "tools", "tools"])
     body = random_fields(draw, [3, 60, 250, 250] if kind == "tools" else [1, 5, 40, 120], own)
     if kind == "tools":
-        body |= random_tools(draw, known.known and known.tagged)
+        body |= random_tools(draw, known.tagged)
+        body |= random_form(draw, of_json=True) if draw.random() < 0.3 else {}
     elif kind == "form":
         body |= random_form(draw)
     if draw.random() < 0.2:
@@ -284,9 +286,12 @@ class Twin:
     def form(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the form of a chat's answer, as an option of `generate`."""
         if functions := self.functions(body):
-            if is_free(body) and not any(tool["function"].get("strict") for tool in body["tools"]):
+            said = self.form({**body, "tools": ()}) if is_free(body) else {}
+            strict = any(tool["function"].get("strict") for tool in body["tools"])
+            if is_free(body) and not strict and not said:
                 return {}
-            return {"grammar": call_grammar(functions, self.format, several(body), is_free(body))}
+            free, schema = is_free(body) and not said, json.dumps(said["json_schema"]) if said else None
+            return {"grammar": call_grammar(functions, self.format, several(body), free, schema)}
         if wanted := body.get("response_format"):
             schemas = {"text": None, "json_object": {"type": "object"}}
             kind = wanted["type"]
@@ -408,10 +413,13 @@ def require_answer(body: dict[str, Any], wanted: Sequence[Answered], url: str) -
 def require_form(body: dict[str, Any], one: Answered) -> None:
     """Require that a whole text has its form, and that calls have arguments of their schemas."""
     tools = [tool["function"] for tool in body.get("tools", ())]
-    if tools and (not is_free(body) or any(tool.get("strict") for tool in tools)):
+    asked = body.keys() & {"response_format", "structured_outputs"}
+    if tools and (not is_free(body) or any(tool.get("strict") for tool in tools) or asked):
         schemas = {tool["name"]: tool.get("parameters", {"type": "object"}) for tool in tools}
         assert all(fits(schemas[name], arguments) for name, arguments in one.calls), (body, one.told.text)
     if one.told.reason != "stop" or one.told.stopped or "stop_token_ids" in body:  # it may have text
+        return
+    if one.calls:
         return
     wanted = body.get("structured_outputs", {})
     kind = body.get("response_format", {"type": "text"})["type"]

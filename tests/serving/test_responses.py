@@ -383,6 +383,21 @@ def test_text_and_calls_are_items_in_their_order(name: str) -> None:
                 assert [item.type for item in whole.output] == kinds[name]
 
 
+def test_a_response_that_calls_nothing_has_its_form_beside_tools() -> None:
+    ann = '{"name": "ann", "age": 3}'
+    for written, kind in ((ann, "message"), (as_call("now", {}), "function_call")):
+        with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
+            asked = {"tools": TOOLS, "max_output_tokens": 300, "parallel_tool_calls": False}
+            found = client_of(url).responses.parse(
+                model=NAME,
+                input="Hi",
+                text_format=Person,
+                **asked,  # type: ignore[arg-type]
+            )
+        assert [item.type for item in found.output] == [kind]
+        assert found.output_parsed == (Person(name="ann", age=3) if kind == "message" else None)
+
+
 # -- what is refused ----------------------------------------
 
 

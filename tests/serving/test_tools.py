@@ -224,11 +224,13 @@ SCRIPTS: dict[str, tuple[str, str | None, list[tuple[str, Any]]]] = {
 }
 
 
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_models_own_calls_are_read(name: str) -> None:
+def test_the_models_own_calls_are_read(name: str, template: str) -> None:
+    """Also where the chat template knows no tools."""
     written, content, calls = SCRIPTS[name]
     defaults = Defaults(processing=writes(written))
-    with running(settings(defaults=defaults), schema_engine()) as (url, _):
+    with running(settings(defaults=defaults), schema_engine(template=template)) as (url, _):
         client = client_of(url)
         (answer,) = ask(client, tools=TOOLS).choices
         assert answer.message.content == content
@@ -308,6 +310,30 @@ def test_a_strict_function_is_called_with_what_its_schema_allows_or_not_at_all()
             require_call(one.function.name, one.function.arguments)
 
 
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
+def test_an_answer_that_calls_nothing_has_its_form_beside_tools(template: str) -> None:
+    """A model that would write neither is held to one of them, and a call that is forced stays one."""
+    ann = '{"name": "ann", "age": 3, "tags": []}'
+    for written in (ann, as_call("pick", {"n": 2}), "Just text."):
+        defaults = Defaults(processing=writes(written))
+        with running(settings(defaults=defaults), schema_engine(template=template)) as (url, _):
+            client = client_of(url)
+            asked = {"tools": TOOLS, "parallel_tool_calls": False, "response_format": FORMAT}
+            (answer,) = ask(client, **asked).choices
+            text, calls, reason = streamed(client, **asked)
+            (forced,) = ask(client, **asked, tool_choice=PICK).choices
+        found = [one.function for one in answer.message.tool_calls or ()]
+        assert [one["arguments"] for one in calls.values()] == [one.arguments for one in found]
+        assert (text or None, reason) == (answer.message.content, answer.finish_reason)
+        assert bool(found) != bool(text) and reason == ("tool_calls" if found else "stop")
+        assert written != ann or text == ann
+        assert written in (ann, "Just text.") or [one.name for one in found] == ["pick"]
+        if text:
+            Person.model_validate_json(text)
+        for one in (*found, forced.message.tool_calls[0].function):
+            require_call(one.name, one.arguments)
+
+
 # -- calls and results in messages ----------------------------------------
 
 HISTORY: Sequence[dict[str, Any]] = [
@@ -380,7 +406,13 @@ PICK = {"type": "function", "function": {"name": "pick"}}
             "response_format",
             "uniqueItems",
         ),
-        ({"response_format": FORMAT, "tools": TOOLS}, "response_format", "beside tools"),
+        ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs", "is calls or JSON"),
+        (
+            {"tools": TOOLS,
+             "response_format": {**FORMAT, "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
+            "response_format",
+            "uniqueItems",
+        ),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "one form"),
         ({"response_format": FORMAT, "ignore_eos": True}, "response_format", "leave ignore_eos out, or"),
         ({"structured_outputs": {}}, "structured_outputs", "one of json, regex, choice and grammar"),
@@ -452,18 +484,10 @@ def test_half_a_character_is_refused_where_it_stands(
     assert error["message"].startswith(f"{param} is not Unicode text")
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (TEMPLATE, "the model's chat template reads no tools"),
-        (
-            TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson if tools }}"),
-            "the model's chat template writes calls in a way that is not read here",
-        ),
-    ],
-)
-def test_a_template_that_has_no_calls_is_named(template: str, words: str) -> None:
+def test_a_template_whose_calls_are_not_read_is_named() -> None:
     """Forcing a call works all the same, and so does a chat whose tools are not to be called."""
+    template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson if tools }}")
+    words = "the model's chat template writes calls in a way that is not read here"
     with running(settings(), schema_engine(template=template)) as (url, _):
         client = client_of(url)
         for more in ({}, {"tool_choice": "auto"}):

@@ -240,3 +240,8 @@ def test_a_grammar_has_one_call_or_several_and_text_before_them(form: CallFormat
         free = call_grammar(functions, form, several=True, free=True)
         assert all(takes(free, text) for text in ("so", first, f"so {first}\n{second}"))
         assert not takes(free, f"so {first} and")
+        schema = json.dumps({"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]})
+        formed = call_grammar(functions, form, several=True, answer=schema)
+        assert all(takes(formed, text) for text in ('{"a": 1}', first, f"{first}\n{second}"))
+        wrong = ('{"a": 2}', "so", f"so {first}", f'{{"a": 1}}{first}')
+        assert not any(takes(formed, text) for text in wrong)

@@ -25,9 +25,9 @@ from eagle_fsd.text.tool_calls import (
 class ToolPlan:
     """How the functions of one chat are offered and called.
 
-    functions: as templates show them. format: how the answer calls them. form: forces that; None: the model
-    may call or not, in its own words. several: whether there may be more than one call. free: whether it may
-    answer with text.
+    functions: as templates show them. format: how the answer calls them. form: forces that, or a text of the
+    request's own form; None: the model may call or not, in its own words. several: whether there may be more
+    than one call. free: whether it may answer with text.
     """
 
     functions: Sequence[dict[str, Any]]
@@ -56,8 +56,12 @@ def plan_tools(request: Chat, known: CallFormat) -> ToolPlan | None:
         if not offered:
             named = format_value(request.called)
             raise wrong_value(f"tool_choice names {named}, which is not in tools: add it", "tool_choice")
-    if (name := request.form_name) is not None:
-        message = f"{name} beside tools: an answer has one form; leave one out, or set tool_choice to none"
+    if request.form is not None and request.form.kind != "json_schema":
+        name = request.form_name
+        message = (
+            f"{name} beside tools: an answer is calls or JSON; send a schema, leave one of them out, or set "
+            "tool_choice to none"
+        )
         raise wrong_value(message, name)
     # A template that knows functions says how to call them in its own words, tagged or not.
     functions = [one.shown for one in offered]
@@ -65,16 +69,16 @@ def plan_tools(request: Chat, known: CallFormat) -> ToolPlan | None:
     if choice != "auto":
         grammar = call_grammar(functions, known, several)
         return ToolPlan(functions, known, Form("grammar", grammar), several, free=False)
-    if not known.known or not known.tagged:
-        lacks = "reads no tools" if not known.known else "writes calls in a way that is not read here"
+    if not known.tagged:
         message = (
-            f"tools: the model's chat template {lacks}; set tool_choice to required or name a function, "
-            "whose call is then forced, or leave tools out"
+            "tools: the model's chat template writes calls in a way that is not read here; set tool_choice "
+            "to required or name a function, whose call is then forced, or leave tools out"
         )
         raise ApiError(400, message, "unsupported_field", "tools")
-    form = None
-    if any(one.strict for one in offered):  # their arguments can only be promised by force
-        form = Form("grammar", call_grammar(functions, known, several, free=True))
+    form, answer = None, None if request.form is None else request.form.source
+    # What is promised of arguments, or of text, can only be kept by force.
+    if answer is not None or any(one.strict for one in offered):
+        form = Form("grammar", call_grammar(functions, known, several, free=answer is None, answer=answer))
     return ToolPlan(functions, known, form, several, free=True)
 
 
