@@ -288,6 +288,16 @@ def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenA
         assert streamed(client, **asked, stop=stop)[0] == ""
 
 
+def test_the_openai_clients_events_say_that_a_call_is_done(client: openai.OpenAI) -> None:
+    """It looks for the end before it takes in the calls of a chunk."""
+    asked = {"tools": TOOLS[2:], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**ASK, **asked) as events:
+        kinds = [event.type for event in events]
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    *_, last = ask(client, **asked, stream=True)
+    assert last.choices[0].finish_reason == "tool_calls" and not last.choices[0].delta.tool_calls
+
+
 def test_a_forced_call_that_is_cut_off_shows_nothing(client: openai.OpenAI) -> None:
     asked = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     for limit in (1, 5, 14, 30):

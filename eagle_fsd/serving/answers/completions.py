@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -69,7 +69,11 @@ class Completion(Answer):
         )
 
     def tell(self, place: int, news: News) -> bytes:
-        """Return the chunk for a text's news. The last one of the answer always has the timings."""
+        """Return the chunks for a text's news. The last one of the answer always has the timings.
+
+        The reason of the end comes behind calls in a chunk of its own, as OpenAI sends it: its client takes
+        the calls of one chunk for unfinished.
+        """
         text, calls = text_and_calls(self.read(place, news))
         said: dict[str, Any] = {"text": text}
         if self.chat:
@@ -79,8 +83,11 @@ class Completion(Answer):
             said["delta"]["tool_calls"] = [
                 {"index": index, **tool_call(call)} for index, call in enumerate(calls, first)
             ]
-        timed = self.with_timings or self.done
-        return self._chunk([self._choice(place, said, news)], **({"timings": self.timings} if timed else {}))
+        before, timed = b"", self.with_timings
+        if calls and news.finish_reason is not None:
+            before = self._timed(self._choice(place, said, replace(news, finish_reason=None)), timed)
+            said, news = {"delta": {}}, News(finish_reason=news.finish_reason)
+        return before + self._timed(self._choice(place, said, news), timed or self.done)
 
     def end(self, error: ApiError | None = None) -> bytes:
         if error is not None:
@@ -99,6 +106,9 @@ class Completion(Answer):
         if self.with_origins:
             choice["origins"] = [{"text": piece.text, "origin": piece.origin} for piece in news.pieces]
         return choice
+
+    def _timed(self, choice: dict[str, Any], timed: bool) -> bytes:
+        return self._chunk([choice], **({"timings": self.timings} if timed else {}))
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
