@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -299,14 +299,20 @@ def add_heads(app: FastAPI) -> None:
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
+def fields_of(request: Request) -> Collection[str]:
+    """Return the fields that the body of a request may have."""
+    body = get_type_hints(request.scope["endpoint"]).get("body")
+    return body.model_fields if body is not None else ()
+
+
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def known(_request: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return of_validation(error.errors()).response()
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return of_validation(error.errors(), fields_of(request)).response()
 
     @app.exception_handler(Unsupported)
     async def unsupported(_request: Request, error: Unsupported) -> Response:
@@ -320,7 +326,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, ApiError):  # of JsonRequest
             return error.__cause__.response()
-        return of_status(error.status_code, request.method, request.url.path, error.headers).response()
+        routes = [route.path for route in app.routes if isinstance(route, Route)]
+        path = request.url.path
+        return of_status(error.status_code, request.method, path, error.headers, routes).response()
 
     @app.exception_handler(Exception)
     async def unexpected(_request: Request, _error: Exception) -> Response:

@@ -217,7 +217,9 @@ class Chooser:
         if not ids:
             raise wrong_value(f"{name} has no tokens: write something to answer", name)
         if len(ids) > most:
-            message = f"{name} has {len(ids)} tokens: at most {most} are taken; shorten it"
+            # Client libraries know this error by these words, since many servers give it no code.
+            why = "the prompt is too long for the maximum context length"
+            message = f"{name} has {len(ids)} tokens: at most {most} are taken, so {why}; shorten it"
             raise ApiError(400, message, "context_length_exceeded", name)
         self.require_tokens(ids, name)
 

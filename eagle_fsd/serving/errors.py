@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -23,6 +24,16 @@ Code = Literal[
 ]  # fmt: skip
 INVALID, SERVER = "invalid_request_error", "server_error"
 FAILED = "the server failed, and its log says how; send the request again"
+LEAST_LIKENESS = 0.8  # of an unknown field to one that is meant: repeat_penalty has it to repetition_penalty
+LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+# What other requests and servers call a field, and the fields here that may be meant.
+MEANT: dict[str, Sequence[str]] = {
+    **dict.fromkeys((*LENGTHS, "max_new_tokens", "max_length", "n_predict", "num_predict"), LENGTHS),
+    **dict.fromkeys(("grammar", "json_schema", "regex", "choice"), ("structured_outputs",)),
+    **dict.fromkeys(("enable_thinking", "think", "thinking"), ("chat_template_kwargs",)),
+    "response_format": ("text",),
+    "stop_sequences": ("stop",),
+}
 # How pydantic calls an object of JSON.
 OF_PYTHON = re.compile("a valid dictionary( or object to extract fields from)?")
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.
@@ -131,9 +142,10 @@ def of_value(error: ValueError, fields: Sequence[str] = ()) -> ApiError:
     return wrong_value(message, param)
 
 
-def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def of_validation(errors: Sequence[Mapping[str, Any]], fields: Collection[str]) -> ApiError:
     """Return the error of a body that is not a request, from pydantic's first complaint.
 
+    fields: those that the request may have.
     Every member of a union complains. One that begins to read the value names the part of it that is wrong.
     """
     found, place = errors[0], place_of(errors[0])
@@ -147,7 +159,9 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             reason = f"{found.get('ctx', {}).get('error', '')} at character {param}"
             return ApiError(400, f"the body is not JSON ({reason}): send one JSON object", "invalid_json")
         case "extra_forbidden":
-            message = f"{param} is not a field of this request: leave it out"
+            meant = meant_field(param, fields)
+            remedy = f"write {meant} if that is meant, else leave it out" if meant else "leave it out"
+            message = f"{param} is not a field of this request: {remedy}"
             return ApiError(400, message, "unknown_field", param)
         case "missing" if not param:
             return ApiError(400, "the body is empty: send a JSON object", "invalid_json")
@@ -164,6 +178,12 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if found["type"] == "value_error" and reason.startswith(str(place[-1])):
         return wrong_value(reason, param)
     return wrong_value(f"{param} is {format_json(found.get('input'))}: {reason}", param)
+
+
+def meant_field(name: str, fields: Collection[str]) -> str | None:
+    """Return the field of a request that an unknown one may stand for; None if there is none."""
+    near = get_close_matches(name, fields, 1, LEAST_LIKENESS)
+    return next((one for one in (*MEANT.get(name, ()), *near) if one in fields), None)
 
 
 def place_of(error: Mapping[str, Any]) -> list[str | int]:
@@ -185,11 +205,12 @@ def is_type_name(part: object) -> bool:
     )
 
 
-def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
+def of_status(
+    status: int, method: str, path: str, headers: Mapping[str, str] | None, routes: Sequence[str]
+) -> ApiError:
     """Return the error of a request that the routes refuse, mostly since there is none for it."""
     if status == HTTPStatus.NOT_FOUND:
-        lost = one_line(path, 200)
-        message = f"{lost} is no route of this server: /openapi.json lists them, most are under /v1"
+        message = f"{one_line(path, 200)} is no route of this server: {remedy_of(path, routes)}"
         return ApiError(status, message, "not_found", headers=headers)
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{method} is no method of {path}: send {(headers or {}).get('Allow', 'another one')}"
@@ -198,6 +219,18 @@ def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | 
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return ApiError(status, message, "internal_server_error", kind=SERVER, headers=headers)
     return ApiError(status, message, "invalid_http", headers=headers)
+
+
+def remedy_of(path: str, routes: Sequence[str]) -> str:
+    """Return what to do about a path that is no route: the base URL of a client may be wrong."""
+    versioned = [route for route in routes if route.startswith("/v1/")]
+    if ends := [route for route in versioned if path.endswith(route.removeprefix("/v1"))]:
+        return f"{max(ends, key=len)} is one; end the client's base URL with /v1, right behind the port"
+    if path.startswith(("/v1/responses/", "/v1/conversations", "/v1/chat/completions/")):
+        return "no answer is stored; send all turns with each request"
+    if path.startswith("/v1/"):
+        return "it writes texts alone; ask another server, or see /openapi.json for what this one has"
+    return "/openapi.json lists them, most are under /v1"
 
 
 def of_failure(error: Exception) -> ApiError:

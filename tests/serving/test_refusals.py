@@ -34,7 +34,7 @@ from eagle_fsd.serving.requests.completions import (
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.text.chat import encode_chat
 
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,54 @@ def test_a_lossless_rule_with_values_is_answered_and_told(client: TestClient) ->
     asked = {"messages": CHAT, "max_tokens": 3, "rule": "lossless:share_noise=false"}
     timings = client.post(CHATS, json=asked).json()["timings"]
     assert (timings["rule"], timings["threshold"], timings["share_noise"]) == ("lossless", 0, False)
+
+
+# -- names of other servers ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        (CHATS, "treshold", "threshold"),
+        (CHATS, "max_new_tokens", "max_completion_tokens"),
+        (COMPLETIONS, "n_predict", "max_tokens"),
+        (RESPONSES, "max_tokens", "max_output_tokens"),
+        (CHATS, "max_output_tokens", "max_completion_tokens"),
+        (CHATS, "repeat_penalty", "repetition_penalty"),
+        (RESPONSES, "response_format", "text"),
+        (CHATS, "grammar", "structured_outputs"),
+        (CHATS, "stop_sequences", "stop"),
+        (CHATS, "enable_thinking", "chat_template_kwargs"),
+        (CHATS, "mirostat", None),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_one_that_is_meant(
+    client: TestClient, path: str, name: str, meant: str | None
+) -> None:
+    prompt = {COMPLETIONS: {"prompt": "Hi"}, RESPONSES: {"input": "Hi"}}.get(path, {})
+    error = refusal(client, path, **prompt, **{name: 1})
+    assert (error["param"], error["code"]) == (name, "unknown_field")
+    remedy = f"write {meant} if that is meant, else leave it out" if meant else "leave it out"
+    assert error["message"] == f"{name} is not a field of this request: {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/chat/completions", "/v1/chat/completions is one; end the client's base URL with /v1"),
+        ("/v1/v1/responses", "/v1/responses is one; "),
+        (f"{CHATS}/chat/completions", "/v1/chat/completions is one; "),
+        ("/v1/embeddings", "it writes texts alone; ask another server"),
+        ("/v1/responses/resp_1", "no answer is stored; send all turns"),
+        ("/api/generate", "/openapi.json lists them"),
+    ],
+)
+def test_a_path_that_is_no_route_is_refused_with_what_helps(
+    client: TestClient, path: str, remedy: str
+) -> None:
+    answer = client.post(path, json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"{path} is no route of this server: {remedy}")
 
 
 # -- values that cannot be read ----------------------------------------
