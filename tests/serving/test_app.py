@@ -357,8 +357,8 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
             "invalid_value",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
-            "messages.0.content.0.cache_control",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": {}}]}]},
+            "messages.0.content.0.more",
             "unknown_field",
         ),
         (

@@ -21,7 +21,7 @@ from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
 from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.serving.requests.completions import ChatRequest, CompletionRequest
 from eagle_fsd.serving.requests.responses import ResponsesRequest
-from eagle_fsd.serving.requests.unsupported import UNSUPPORTED, WITHOUT_EFFECT, Unsupported
+from eagle_fsd.serving.requests.unsupported import IN_PLACE, UNSUPPORTED, WITHOUT_EFFECT, Unsupported
 from eagle_fsd.serving.tools.plan import turns_of
 from eagle_fsd.serving.work.tree import ServedTree
 from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat
@@ -63,8 +63,26 @@ def test_what_names_a_client_changes_nothing(name: str) -> None:
 def test_what_clients_send_of_their_own_accord_is_taken() -> None:
     sent = {"service_tier": "auto", "store": False, "modalities": ["text"], "functions": [], "echo": False}
     sent |= {"function_call": "auto", "metadata": {"a": "b"}, "user": "c", "safety_identifier": "d"}
-    sent |= {"reasoning_effort": "none"}
+    sent |= {"reasoning_effort": "none", "skip_special_tokens": True, "length_penalty": 1.0, "priority": 0}
     assert chat(**sent, prompt_cache_key="e", cache_prompt=True) == chat()
+    streamed = {"include_usage": True, "continuous_usage_stats": False, "include_obfuscation": False}
+    assert chat(stream=True, stream_options=streamed).stream_options.include_usage
+
+
+def test_what_is_marked_to_be_cached_is_read_as_usual() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    part = {"type": "text", "text": "Hi"}
+    plain = chat(messages=[{"role": "user", "content": [part]}], tools=[tool])
+    marked = [{"role": "user", "content": [{**part, **mark}], **mark}]
+    assert chat(messages=marked, tools=[{**tool, **mark}]) == plain
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_not_done_under_one_name_is_done_under_another(name: str) -> None:
+    assert IN_PLACE[name] in ChatRequest.model_fields
+    with pytest.raises(Unsupported, match=f"^{name} is .*, or send {IN_PLACE[name]} in its place$"):
+        chat(**{name: ["x"]})
 
 
 def test_as_much_is_taken_as_is_said() -> None:

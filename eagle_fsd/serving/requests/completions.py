@@ -52,6 +52,7 @@ class StreamOptions(Strict):
     """include_usage: end the stream with a chunk that has the usage and no choices."""
 
     include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
     include_obfuscation: Literal[False] = False
 
 

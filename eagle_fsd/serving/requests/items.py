@@ -13,7 +13,7 @@ from eagle_fsd.serving.tools.fields import CalledFunction, Message, OrText, Stri
 # What answers carry in an item or a part of one, or OpenAI's client adds to it, and clients send back.
 WITHOUT_EFFECT = (
     *("id", "status", "phase", "annotations", "logprobs", "namespace", "caller", "async", "created_by"),
-    *("parsed", "parsed_arguments"),
+    *("parsed", "parsed_arguments", "cache_control"),
 )
 TEXTS = ("input_text", "output_text", "text", "refusal")
 

@@ -15,11 +15,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are chosen
     "best_of": (1,),
     "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "priority": (0,),
     # what is reported
     "prompt_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "include_reasoning": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
     # older names of tools and forms
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -39,7 +46,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 # These name a client or its own business, and change no text.
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt")
+OF_CLIENTS = (
+    *("user", "safety_identifier", "cache_prompt"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
+WITHOUT_EFFECT = (*OF_CLIENTS, "metadata")
 
 # The same for /v1/responses, whose answers repeat the metadata.
 OF_OTHER_ANSWERS = ("previous_response_id", "conversation")
@@ -55,10 +66,15 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "truncation": ("disabled",),
 }
-WITHOUT_EFFECT_RESPONSES = (
-    *("user", "safety_identifier", "cache_prompt"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-)
+WITHOUT_EFFECT_RESPONSES = OF_CLIENTS
+
+# The fields that do here what unsupported ones ask for.
+IN_PLACE = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "reasoning_effort": "chat_template_kwargs",
+}
 
 
 def drop_what_asks_for_nothing(data: Any, unsupported: Table) -> Any:
@@ -89,6 +105,8 @@ class Unsupported(Exception):
     def __init__(self, name: str, neutral: Sequence[object]) -> None:
         neutral = [one for one in neutral if one not in ({}, [], "")]
         remedy = f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
+        if name in IN_PLACE:
+            remedy += f", or send {IN_PLACE[name]} in its place"
         if name in OF_OTHER_ANSWERS:
             remedy = "no answer is stored; send the earlier turns in input"
         super().__init__(f"{name} is not supported by this server: {remedy}")

@@ -83,6 +83,12 @@ class Strict(BaseModel):
         return said
 
 
+class Cacheable(Strict):
+    """A part of a request that a client may mark to be cached, as Anthropic has it: here all is."""
+
+    without_effect: ClassVar[Sequence[str]] = ("cache_control",)
+
+
 class OrText:
     """Marks a field whose validator takes a text as well, for openapi.json."""
 
@@ -162,7 +168,7 @@ class Function(Strict):
         return {**shown, "parameters": self.parameters or {**ANY_OBJECT, "properties": {}}}
 
 
-class Tool(Strict):
+class Tool(Cacheable):
     type: Literal["function"]
     function: Function
 
@@ -210,7 +216,7 @@ def require_parts(name: str | None, value: Any, types: Sequence[str | None]) -> 
             )
 
 
-class TextPart(Strict):
+class TextPart(Cacheable):
     """A part of a message; texts are the only kind."""
 
     type: Literal["text"]
@@ -272,7 +278,7 @@ class ToolCall(Strict):
 ABSENT = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "reasoning")
 
 
-class Message(Strict):
+class Message(Cacheable):
     """A turn of a chat. The role developer means system, and tool is the result of a call.
 
     name: of the function whose result it is, for templates that show it. Of other roles it has no effect.
