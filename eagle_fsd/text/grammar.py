@@ -5,7 +5,9 @@ The library is llguidance, of the extra `schema`. It is imported when the first 
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
 # come, a small model may write it for ever.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
 LONGEST_REASON = 300
+# What a JSON schema may have beside `properties` that allows or asks for others.
+OF_OTHERS = (
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
+    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependentRequired",
+    "dependencies",
+)  # fmt: skip
+IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf")  # schemas that hold for the same value
+JOINING = {"$dynamicRef", "not", "if", "dependentSchemas", "dependencies"}  # so do these, beside others
+DEFINITIONS, BY_NAME = ("$defs", "definitions"), ("properties", "patternProperties")
+ALONE, IN_LISTS = ("items", "additionalProperties"), ("prefixItems", "anyOf", "oneOf", "allOf")
 
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, int], LLTokenizer]] = WeakKeyDictionary()
 _making = threading.Lock()
@@ -128,9 +140,64 @@ def to_grammar(form: Form) -> str:
     if form.kind == "grammar":
         return LLMatcher.grammar_from_lark(form.source)
     try:
-        return LLMatcher.grammar_from_json_schema(form.source, defaults=WHITE_SPACE)
-    except ValueError as error:
+        source = json.dumps(closed(json.loads(form.source)))
+        return LLMatcher.grammar_from_json_schema(source, defaults=WHITE_SPACE)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{form.kind} cannot be followed: {reason(str(error))}; change it") from error
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a JSON schema whose objects have the properties that it names, and no others.
+
+    Where it speaks of others, an object stays open. So do the parts that make up one object together, since
+    each of them names only some of its properties; a definition may be such a part.
+    """
+    joined = any(map(joins, all_schemas(schema)))
+
+    def close(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        found = dict(part)
+        for name in BY_NAME + (() if joined else DEFINITIONS):
+            if isinstance(inner := part.get(name), Mapping):
+                found[name] = {key: close(one) for key, one in inner.items()}
+        for name in ALONE + IN_LISTS:
+            if name in part and not (name in IN_PLACE and joins(part)):
+                inner = part[name]
+                found[name] = [close(one) for one in inner] if isinstance(inner, list) else close(inner)
+        return {**found, "additionalProperties": False} if names_all(part) else found
+
+    return close(schema)  # type: ignore[no-any-return]
+
+
+def all_schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a JSON schema and all schemas inside it."""
+    if not isinstance(schema, Mapping):
+        return
+    yield schema
+    for name in BY_NAME + DEFINITIONS + ALONE + IN_LISTS:
+        inner = schema.get(name)
+        if name in ALONE and isinstance(inner, Mapping):
+            yield from all_schemas(inner)
+        elif isinstance(inner, Mapping | list):
+            for one in inner.values() if isinstance(inner, Mapping) else inner:
+                yield from all_schemas(one)
+
+
+def joins(schema: Mapping[str, Any]) -> bool:
+    """Return whether several schemas hold for one value, of which each may name some of its properties."""
+    own = any(name in schema for name in (*BY_NAME, "required", "additionalProperties"))
+    parts = schema.get("allOf", ())
+    several = isinstance(parts, list) and len(parts) > 1
+    return several or own + sum(name in schema for name in IN_PLACE) > 1 or not JOINING.isdisjoint(schema)
+
+
+def names_all(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema has properties, and speaks of no others."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, Mapping) or not isinstance(required, list):
+        return False
+    return not any(key in schema for key in OF_OTHERS) and all(name in list(named) for name in required)
 
 
 def read_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> LLTokenizer:

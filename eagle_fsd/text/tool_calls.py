@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.text.chat import encode_chat
-from eagle_fsd.text.grammar import WHITE_SPACE
+from eagle_fsd.text.grammar import WHITE_SPACE, closed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,12 +23,6 @@ TAGGED_CALL = re.compile(rf"{OPEN}(\s*)\{{.*?\}}(\s*){CLOSE}", re.DOTALL)
 NAME_OF_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"')
 PROBE = "probe_of_tools"  # a name that no template has of its own
 ANY_ARGUMENTS = {"type": "object"}
-# What a JSON schema may have beside `properties` that allows or asks for others.
-OF_OTHERS = (
-    "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
-    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependentRequired",
-    "dependencies",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def call_grammar(
         rules = ["start: TEXT | calls", f"free[lazy]: TEXT {quoted(OPEN)}", "TEXT: /(?s:.*)/"]
         first = f"free {quoted(form.before)}" if form.before else "free"
     elif answer is not None:
-        wanted = {"x-guidance": WHITE_SPACE, **json.loads(answer)}
+        wanted = {"x-guidance": WHITE_SPACE, **closed(json.loads(answer))}
         rules = ["start: answer | calls", f"answer: %json {json.dumps(wanted)}"]
     more = f' ("\\n" {again} call {end})*' if several and form.tagged else ""
     rules.append(f"calls: {first} call {end}{more}")
@@ -129,24 +123,12 @@ def call_grammar(
 
 
 def of_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema that allows only the objects of this one: other arguments would be no call.
-
-    Where it does not speak of other properties, they are ruled out: the function has no such parameters.
-    """
-    if names_all(schema):
-        schema = {**schema, "additionalProperties": False}
+    """Return a schema that allows only the objects of this one: other arguments would be no call."""
+    schema = closed(schema)
     parts = schema.get("allOf", [])
     if schema.get("type") == "object" or not isinstance(parts, list):
         return schema
     return {**schema, "allOf": [*parts, ANY_ARGUMENTS]}
-
-
-def names_all(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema has properties, and speaks of no others."""
-    named, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(named, Mapping) or not isinstance(required, list):
-        return False
-    return not any(key in schema for key in OF_OTHERS) and all(name in list(named) for name in required)
 
 
 def quoted(text: str) -> str:

@@ -188,6 +188,41 @@ def test_what_a_form_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         model.generate(prompts(1), json_schema={})
 
 
+A, B = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+CLOSED = [
+    (A, ['{"a": 1}', "{}"], ['{"a": 1, "b": 2}', '{"b": 1}']),
+    ({"type": "object"}, ['{"b": 1}'], []),
+    ({**A, "additionalProperties": True}, ['{"a": 1, "b": 2}'], []),
+    ({**A, "required": ["b"]}, ['{"a": 1, "b": 2}'], ["{}"]),
+    ({"type": "array", "items": A}, ['[{"a": 1}]'], ['[{"b": 1}]']),
+    ({"type": "object", "properties": {"x": A}}, ['{"x": {"a": 1}}'], ['{"x": {"b": 1}}', '{"y": 1}']),
+    ({"anyOf": [A, {"type": "null"}]}, ['{"a": 1}', "null"], ['{"b": 1}']),
+    ({"$ref": "#/$defs/A", "$defs": {"A": A}}, ['{"a": 1}'], ['{"b": 1}']),
+    # Parts of one object stay open, and so do definitions, which may be such parts.
+    ({"allOf": [A, B]}, ['{"a": 1, "b": 2}'], ['{"a": null, "b": 2}']),
+    ({**A, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"b": 2}'], []),
+    ({**B, "$ref": "#/$defs/A", "$defs": {"A": A}}, ['{"b": 2, "a": 1}'], []),
+    ({"required": ["b"], "anyOf": [A, B]}, ['{"b": 2}', '{"a": 1, "b": 2}'], ['{"a": 1}']),
+    ({"type": "array", "items": {"allOf": [A, {"properties": {"x": B}}]}}, ['[{"x": {"b": 1}}]'], []),
+]
+
+
+@pytest.mark.parametrize(("schema", "allowed", "refused"), CLOSED, ids=str)
+def test_an_object_has_no_property_that_its_schema_does_not_name(
+    schema: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    """Unless it speaks of others: a small model would add properties for ever."""
+    tokenizer = schema_engine().tokenizer
+    for text in (*allowed, *refused):
+        grammar = compile_form(Form.json_schema(schema), tokenizer, VOCAB)
+        assert grammar is not None
+        walk = grammar.begin()
+        fits = all(walk.allowed()[token] and walk.advance(token) is None for token in tokenizer.encode(
+            text, add_special_tokens=False
+        ))  # fmt: skip
+        assert (fits and walk.complete) == (text in allowed), text
+
+
 def test_forms_are_equal_by_what_they_say() -> None:
     tokenizer = schema_engine().tokenizer
     one, two = (compile_form(Form("regex", "a+"), tokenizer, VOCAB) for _ in range(2))
