@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -142,24 +143,20 @@ class Chooser:
         """Return what the request's tools come to."""
         if not isinstance(request, Chat) or not (request.functions or request.call_choice is not None):
             return None
+        with naming(request.form_name):  # what is wrong with the form alone is not the tools' fault
+            if request.form is not None:
+                require_form(request.form)
         return plan_tools(request, self.calls)
 
     def constraint(self, request: Decoding, tools: ToolPlan | None, ends: Sequence[int]) -> Constraint | None:
         """Return what the form of the answer allows. Raises ApiError for one that cannot be followed."""
-        name = request.form_name
-        try:
-            form = request.form
-            if tools is not None:
-                if form is not None:  # its errors are its own, and those of both together are of the tools
-                    require_form(form)
-                name, form = "tools", tools.form
+        with naming(request.form_name if tools is None else "tools"):
+            form = request.form if tools is None else tools.form
             if form is None:
                 return None
             if not ends:
                 raise ValueError("no token ends it; leave ignore_eos out, or name one in stop_token_ids")
             return compile_form(form, self.model.tokenizer, self.model.target.vocab_size)
-        except ValueError as error:
-            raise wrong_value(f"{name}: {one_line(error)}", name) from error
 
     def processing(self, request: Decoding) -> Processing:
         """Return what changes the logits: what the request says, and else the server's own."""
@@ -230,6 +227,15 @@ class Chooser:
         if wrong is not None:
             said = f"{name} has the token {format_value(wrong)}"
             raise wrong_value(f"{said}: ids go from 0 to {size - 1}; {remedy}", name)
+
+
+@contextmanager
+def naming(name: str | None) -> Iterator[None]:
+    """Tell a ValueError within as the error of this field."""
+    try:
+        yield
+    except ValueError as error:
+        raise wrong_value(f"{name}: {one_line(error)}", name) from error
 
 
 def said_of(request: Decoding, names: Sequence[str]) -> dict[str, Any]:

@@ -396,6 +396,7 @@ def call_with(arguments: str) -> list[dict[str, Any]]:
 
 ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": nested(600)}}
+DEEP_SCHEMA = '{"properties": {"a": ' * 600 + "{}" + "}}" * 600
 
 
 @pytest.mark.parametrize(
@@ -409,6 +410,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": nested(600)}
         (CHATS, {"tools": [TOOL], "tool_choice": "required"}, "tools"),
         (CHATS, {"structured_outputs": {"json": nested(600)}}, "structured_outputs"),
         (CHATS, {"structured_outputs": {"json": json.dumps(nested(600))}}, "structured_outputs"),
+        (CHATS, {"structured_outputs": {"json": DEEP_SCHEMA}}, "structured_outputs"),
+        (CHATS, {"structured_outputs": {"json": DEEP_SCHEMA}, "tools": [FUNCTION]}, "structured_outputs"),
+        (CHATS, {"structured_outputs": {"json": "{"}, "tools": [FUNCTION]}, "structured_outputs"),
         (CHATS, {"temperature": nested(600)}, "temperature"),
         (COMPLETIONS, {"prompt": nested(600)}, "prompt"),
         ("/tokenize", {"messages": CHAT, "chat_template_kwargs": nested(600)}, "chat_template_kwargs"),
