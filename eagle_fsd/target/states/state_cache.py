@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
-Key = tuple[Any, ...]  # a state's layer, kind ("conv" or "recurrent") and number
+Held = dict[tuple[str, int], Tensor]  # states by kind, "conv" or "recurrent", and number
+Key = tuple[Any, ...]  # a layer's number, and the state's kind and number
 
 
 class CallStates:
@@ -86,18 +87,19 @@ class Layer(Protocol):
 class StateCache(KVCache):
     """A KVCache with the states of recurrent layers.
 
-    states: by key, [rows, ...] each, behind the committed tokens of each row; 0 before the first one. nodes:
-    by key, [B, N, ...] each, behind the nodes of the tree that is being verified, or [B, K, ...] behind those
-    of the last level of a tree that is growing. in_parts: whether layers can read several tokens behind
-    others; if not, they read these one by one.
+    states: by key, [rows, ...] each, behind the committed tokens of each row; 0 before the first one. levels:
+    by layer, the states [M, ...] behind the M nodes of each level of the tree that is being verified, by kind
+    and number; or those behind the last level of a growing tree. in_parts: whether layers can read several
+    tokens behind others; if not, they read these one by one.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, in_parts: bool = True) -> None:
         super().__init__(batch, capacity, device)
         self.in_parts = in_parts
         self.states: dict[Key, Tensor] = {}
-        self.nodes: dict[Key, Tensor] = {}
+        self.levels: dict[int, list[Held]] = {}
         self._expected: tuple[Callable[..., Tensor], object] = (StateCache._run_prompt, [])
+        self._tree: tuple[Tensor, Tensor] | None = None
         self._path: Tensor | None = None
 
     @property
@@ -111,11 +113,14 @@ class StateCache(KVCache):
         self._expected = (StateCache._run_level, parents)
 
     def expect_tree(self, parents: Tensor, depths: Tensor) -> None:
+        places = torch.zeros_like(depths)  # [B, N], of each node among those of its level
         levels = []
         for level in range(int(depths.max()) + 1):
             rows, nodes = (depths == level).nonzero(as_tuple=True)
-            levels.append((rows, nodes, parents[rows, nodes]))
-        self._expected, self._path, self.nodes = (StateCache._run_tree, levels), None, {}
+            places[rows, nodes] = torch.arange(len(rows), device=places.device)
+            levels.append((rows, nodes, places[rows, parents[rows, nodes]]))
+        self._expected, self._tree = (StateCache._run_tree, levels), (depths, places)
+        self._path, self.levels = None, {}
 
     def run(self, number: int, hidden: Tensor, layer: Layer) -> Tensor:
         """Run a recurrent layer on hidden states [B, n, d] of the tokens that are expected.
@@ -130,70 +135,59 @@ class StateCache(KVCache):
         output: Tensor | None = None
         for count in sorted(set(counts) - {0}):
             rows = on_device([row for row, own in enumerate(counts) if own == count], hidden.device)
-            states = CallStates(self._states_of(number, self.states, (rows,)))
+            states = self._states_of(number, rows)
             width = count if self.in_parts or not states.held else 1
             parts = hidden[rows, :count].split(width, dim=1)
             made = torch.cat([layer.texts(part, states) for part in parts], dim=1)
             if output is None:
                 output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
             output[rows, :count] = made
-            self._store(number, self.states, (self.rows,), (rows,), states)
+            for key, state in states.held.items():
+                self._state((number, *key), state)[rows] = state
         return torch.zeros_like(hidden) if output is None else output
 
     def _run_level(self, parents: Tensor | None, number: int, hidden: Tensor, layer: Layer) -> Tensor:
         """Run a level together, each token from its parent's state."""
         batch, width = hidden.shape[:2]
-        rows = torch.arange(batch, device=hidden.device).repeat_interleave(width)
+        rows = torch.arange(batch, device=hidden.device)[:, None]
         if parents is None:
-            states = CallStates(self._states_of(number, self.states, (rows,)))
+            states = self._states_of(number, rows.expand(-1, width).flatten())
         else:
-            places = (rows, parents.flatten().to(rows.device))
-            states = CallStates(self._states_of(number, self.nodes, places))
+            above = (rows * width + parents.to(rows.device)).flatten()
+            states = CallStates({key: state[above] for key, state in self.levels[number][-1].items()})
         made = layer.texts(hidden.flatten(0, 1)[:, None], states)
-        for key, state in states.held.items():
-            self.nodes[(number, *key)] = state.unflatten(0, (batch, width))
+        self.levels[number] = [states.held]
         return made.view(batch, width, -1)
 
     def _run_tree(
         self, levels: Sequence[tuple[Tensor, ...]], number: int, hidden: Tensor, layer: Layer
     ) -> Tensor:
         """Run the nodes of each level together, each from its parent's state, the roots from their rows'."""
-        sizes = tuple(hidden.shape[:2])
         output: Tensor | None = None
+        behind = self.levels[number] = list[Held]()
         for level in levels:
-            rows, nodes, parents = (places.to(hidden.device) for places in level)
+            rows, nodes, above = (places.to(hidden.device) for places in level)
             if output is None:
-                states = CallStates(self._states_of(number, self.states, (rows,)))
+                states = self._states_of(number, rows)
             else:
-                states = CallStates(self._states_of(number, self.nodes, (rows, parents)))
+                states = CallStates({key: state[above] for key, state in behind[-1].items()})
             made = layer.level((rows, nodes), states)
             if output is None:
-                output = made.new_zeros(*sizes, made.shape[-1])
+                output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
             output[rows, nodes] = made
-            self._store(number, self.nodes, sizes, (rows, nodes), states)
+            behind.append(states.held)
         assert output is not None, "a tree has a root"
         return layer.finish(output)
 
-    def _states_of(
-        self, number: int, kept: Mapping[Key, Tensor], places: tuple[Tensor, ...]
-    ) -> dict[tuple[str, int], Tensor]:
-        """Return copies of a layer's states at some places."""
-        return {key[1:]: state[places] for key, state in kept.items() if key[0] == number}
+    def _states_of(self, number: int, rows: Tensor) -> CallStates:
+        """Return copies of a layer's states at some rows."""
+        return CallStates({key[1:]: state[rows] for key, state in self.states.items() if key[0] == number})
 
-    def _store(
-        self,
-        number: int,
-        kept: dict[Key, Tensor],
-        sizes: tuple[int, ...],
-        places: tuple[Tensor, ...],
-        made: CallStates,
-    ) -> None:
-        """Store the states that a call of a layer made, at their places among those of these sizes."""
-        for key, state in made.held.items():
-            whole = (number, *key)
-            if whole not in kept:
-                kept[whole] = state.new_zeros(*sizes, *state.shape[1:])
-            kept[whole][places] = state
+    def _state(self, key: Key, like: Tensor) -> Tensor:
+        """Return a state of all rows, allocated now if it is new. like: [M, ...], what comes in."""
+        if key not in self.states:
+            self.states[key] = like.new_zeros(self.rows, *like.shape[1:])
+        return self.states[key]
 
     def compact(self, path: Tensor, slots: Tensor) -> None:
         super().compact(path, slots)
@@ -206,21 +200,23 @@ class StateCache(KVCache):
 
     def _commit(self, path: Tensor, counts: Sequence[int]) -> None:
         """Let each row have the states of the last of counts[row] nodes of its path [B, P]."""
+        assert self._tree is not None, "a path is one of a tree"
         rows = [row for row, count in enumerate(counts) if count]
         index = on_device(rows, path.device)
-        last = on_device([counts[row] - 1 for row in rows], path.device)
-        nodes = path[index, last]
-        for key, states in self.nodes.items():
-            places = (index.to(states.device), nodes.to(states.device))
-            if key not in self.states:
-                self.states[key] = states.new_zeros(self.rows, *states.shape[2:])
-            self.states[key][places[0]] = states[places]
-        self.nodes, self._path = {}, None
+        nodes = path[index, on_device([counts[row] - 1 for row in rows], path.device)]
+        depths, places = (part[index, nodes] for part in self._tree)
+        for level in set(depths.tolist()):
+            here = depths == level
+            for number, behind in self.levels.items():
+                for key, state in behind[level].items():
+                    its, chosen = (part[here].to(state.device) for part in (index, places))
+                    self._state((number, *key), state)[its] = state[chosen]
+        self.levels, self._path = {}, None
 
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         super().reset(limit)
-        self.states, self.nodes = {}, {}
+        self.states, self.levels = {}, {}
 
     def select(self, rows: Sequence[int]) -> None:
         for key, state in self.states.items():
@@ -252,7 +248,6 @@ class StateCache(KVCache):
     def _put(self, row: int, new: Mapping[Key, Tensor]) -> None:
         """Let a row have these states; those that are missing are new texts'."""
         for key, state in new.items():
-            if key not in self.states:
-                self.states[key] = state.new_zeros(self.rows, *state.shape)
+            self._state(key, state[None])
         for key, states in self.states.items():
             states[row] = new.get(key, 0)
