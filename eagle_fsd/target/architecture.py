@@ -120,8 +120,8 @@ def check_model(model: PreTrainedModel) -> None:
     """Raise ValueError, naming what is wrong, unless a model has the parts that decoding needs."""
     check_supported(model.config)
     kind = model.config.model_type
-    kinds = layer_kinds(model.config.get_text_config(decoder=True))
-    stateful = getattr(model, "_is_stateful", False) or any(ATTENTION_IN[one] is None for one in kinds)
+    kinds = set(named_layer_kinds(model.config.get_text_config(decoder=True)))
+    stateful = kinds - {FULL, SLIDING, "attention"} if kinds else getattr(model, "_is_stateful", False)
     if stateful and not find_mixers(model.get_decoder()):
         raise ValueError(
             f"target is a {kind!r} model whose recurrent layers keep their states where they cannot be "

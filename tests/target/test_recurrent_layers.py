@@ -256,6 +256,13 @@ def test_openvino_is_refused_where_it_is_asked_for(tmp_path: Path, caplog: pytes
     )
 
 
+def test_layers_of_attention_alone_need_no_states() -> None:
+    model = tiny_model("qwen3_5", layer_types=["full_attention"] * 2)
+    engine = EagleFSD(TargetModel(model), tiny_head())
+    assert not engine.target.recurrent
+    assert engine.generate([[3, 4, 5]], max_new_tokens=8).new_tokens == greedy_alone(model, [[3, 4, 5]], 8)
+
+
 def test_the_users_model_is_not_changed() -> None:
     model = tiny_model("qwen3_5")
     before = greedy_alone(model, [[3, 4, 5]], 8)
