@@ -32,8 +32,9 @@ from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
+from eagle_fsd.target.states.delta_rule import LevelStates
 from eagle_fsd.target.states.mixers import find_mixers
-from eagle_fsd.target.states.state_cache import StateCache
+from eagle_fsd.target.states.state_cache import DELTA, StateCache
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.Cache, "get_conv_state"), reason="transformers is older than 5.22"
@@ -169,6 +170,22 @@ def test_a_tree_gives_the_logits_of_plain_forwards_and_keeps_the_states_of_its_p
         for row, path in enumerate(paths):
             texts[row] += tree.tokens[row, path[: counts[row]]].tolist()
         assert_holds(session, texts)
+
+
+@torch.inference_mode()
+def test_a_delta_rule_writes_no_states_of_nodes_and_weights_are_read_once_a_tree() -> None:
+    target = TargetModel(tiny_model("qwen3_5"))
+    session = session_of(target, prompts_of((4, 11)))
+    mixer = find_mixers(target.decoder)[0]
+    read = []
+    for name, child in mixer.named_children():
+        child.register_forward_hook(lambda *_, name=name: read.append(name))
+    session.verify(random_tree(2, 10, 4, 3, VOCAB, seed=1))
+    assert isinstance(session.cache, StateCache)
+    states = session.cache.levels[0]
+    assert len(states) > 2 and all(isinstance(held[DELTA], LevelStates) for held in states)
+    linears = [name for name, child in mixer.named_children() if isinstance(child, torch.nn.Linear)]
+    assert sorted(name for name in read if name in linears) == sorted(linears) and len(linears) > 3
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from eagle_fsd.target.states.delta_rule import with_tree_rule
 from eagle_fsd.target.states.state_cache import CallStates, StateCache
 
 STATE_METHODS = {"get_conv_state", "get_recurrent_state"}  # of the cache, from transformers 5.22 on
@@ -39,12 +40,16 @@ def wrap_mixers(decoder: nn.Module) -> nn.Module:
         for name, child in mixer._modules.items():
             if isinstance(child, nn.Linear):
                 mixer._modules[name] = sharing_copy(child)
-        vars(mixer)["forward"] = on_states(mixer.forward, number)
+        mine = with_tree_rule(mixer.forward, mixer)
+        vars(mixer)["forward"] = on_states(mine or mixer.forward, number, mine is not None)
     return decoder
 
 
-def on_states(forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
-    """Return a recurrent layer's forward that runs on a StateCache if it is given one."""
+def on_states(forward: Callable[..., Any], layer: int, delta_rule: bool) -> Callable[..., Any]:
+    """Return a recurrent layer's forward that runs on a StateCache if it is given one.
+
+    delta_rule: whether it takes LevelStates.
+    """
     last = LastLinear()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +57,7 @@ def on_states(forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
         if cache is None:
             return forward(*args, **kwargs)
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, last))
+        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, last, delta_rule))
 
     return torch.compiler.disable(run)
 
@@ -79,9 +84,10 @@ class Mixer:
         kwargs: dict[str, Any],
         hidden: Tensor,
         last: LastLinear,
+        delta_rule: bool,
     ) -> None:
         self.forward, self.args, self.kwargs = forward, args, kwargs
-        self.hidden, self.last = hidden, last
+        self.hidden, self.last, self.delta_rule = hidden, last, delta_rule
         self.part, self.places = hidden, tuple[Tensor, ...]()
         self.made: dict[nn.Module, Tensor] = {}
         self.outputs: dict[nn.Module, Tensor] = {}

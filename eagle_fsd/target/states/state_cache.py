@@ -2,8 +2,9 @@
 
 A recurrent layer has one state for each text, which every token changes: it cannot be rolled back to an
 accepted path, and siblings of a tree must not share it. So a tree is run level by level, each node from a
-copy of its parent's state, and the accepted path's last node has the state to go on from. Shapes: B rows of
-the batch, N nodes, M texts or nodes of one call, n tokens of each, d the width of a layer.
+copy of its parent's state, and the accepted path's last node has the state to go on from. Layers with a delta
+rule need no copies; see delta_rule.py. Shapes: B rows of the batch, N nodes, M texts or nodes of one call, n
+tokens of each, d the width of a layer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
+from eagle_fsd.target.states.delta_rule import DeltaTree, Level
 
-Held = dict[tuple[str, int], Tensor]  # states by kind, "conv" or "recurrent", and number
+Held = dict[tuple[str, int], Any]  # states by kind, "conv" or "recurrent", and number
+DELTA = ("recurrent", 0)  # the state of a delta rule
 Key = tuple[Any, ...]  # a layer's number, and the state's kind and number
 
 
@@ -75,7 +78,12 @@ class CallStates:
 
 
 class Layer(Protocol):
-    """One forward of a recurrent layer, in parts; see mixers.Mixer."""
+    """One forward of a recurrent layer, in parts; see mixers.Mixer.
+
+    delta_rule: whether its recurrent states may be those of a DeltaTree.
+    """
+
+    delta_rule: bool
 
     def texts(self, part: Tensor, states: CallStates) -> Tensor: ...
 
@@ -118,7 +126,8 @@ class StateCache(KVCache):
         for level in range(int(depths.max()) + 1):
             rows, nodes = (depths == level).nonzero(as_tuple=True)
             places[rows, nodes] = torch.arange(len(rows), device=places.device)
-            levels.append((rows, nodes, places[rows, parents[rows, nodes]]))
+            counts = torch.bincount(rows, minlength=len(depths)).tolist()
+            levels.append(Level(rows, nodes, places[rows, parents[rows, nodes]], counts))
         self._expected, self._tree = (StateCache._run_tree, levels), (depths, places)
         self._path, self.levels = None, {}
 
@@ -159,29 +168,34 @@ class StateCache(KVCache):
         self.levels[number] = [states.held]
         return made.view(batch, width, -1)
 
-    def _run_tree(
-        self, levels: Sequence[tuple[Tensor, ...]], number: int, hidden: Tensor, layer: Layer
-    ) -> Tensor:
+    def _run_tree(self, levels: Sequence[Level], number: int, hidden: Tensor, layer: Layer) -> Tensor:
         """Run the nodes of each level together, each from its parent's state, the roots from their rows'."""
-        output: Tensor | None = None
+        levels = [level.to(hidden.device) for level in levels]
+        start = self.states.get((number, *DELTA)) if layer.delta_rule else None
+        tree = None if start is None else DeltaTree(start, levels)
         behind = self.levels[number] = list[Held]()
+        output: Tensor | None = None
         for level in levels:
-            rows, nodes, above = (places.to(hidden.device) for places in level)
-            if output is None:
-                states = self._states_of(number, rows)
-            else:
-                states = CallStates({key: state[above] for key, state in behind[-1].items()})
-            made = layer.level((rows, nodes), states)
+            kept, places = (behind[-1], level.parents) if behind else (self._of_layer(number), level.rows)
+            held = {key: state[places] for key, state in kept.items() if tree is None or key != DELTA}
+            if tree is not None:
+                held[DELTA] = tree.behind(len(behind) - 1)
+            states = CallStates(held)
+            made = layer.level((level.rows, level.nodes), states)
             if output is None:
                 output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
-            output[rows, nodes] = made
+            output[level.rows, level.nodes] = made
             behind.append(states.held)
         assert output is not None, "a tree has a root"
         return layer.finish(output)
 
+    def _of_layer(self, number: int) -> Held:
+        """Return a layer's states of all rows."""
+        return {key[1:]: state for key, state in self.states.items() if key[0] == number}
+
     def _states_of(self, number: int, rows: Tensor) -> CallStates:
         """Return copies of a layer's states at some rows."""
-        return CallStates({key[1:]: state[rows] for key, state in self.states.items() if key[0] == number})
+        return CallStates({key: state[rows] for key, state in self._of_layer(number).items()})
 
     def _state(self, key: Key, like: Tensor) -> Tensor:
         """Return a state of all rows, allocated now if it is new. like: [M, ...], what comes in."""
