@@ -7,6 +7,7 @@ of which texts a call has.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
@@ -149,9 +150,12 @@ _mixer: ContextVar[Mixer | None] = ContextVar("mixer", default=None)
 
 
 def sharing_copy(linear: nn.Module) -> nn.Module:
-    """Return a stand-in for a linear layer of a recurrent one, with all that it has."""
+    """Return a stand-in for a linear layer of a recurrent one, with all that it has but its hooks."""
     mine = object.__new__(type(linear))
     vars(mine).update(vars(linear))
+    for name in vars(nn.Module()):
+        if "_hooks" in name:  # the layer itself runs them
+            vars(mine)[name] = OrderedDict()
 
     def run(x: Tensor) -> Tensor:
         mixer = _mixer.get()
