@@ -266,6 +266,14 @@ def within_window(visible: Tensor, query_positions: Tensor, slot_positions: Tens
     return visible & (query_positions[:, :, None] - slot_positions[:, None, :] < window)
 
 
+def within_chunk(visible: Tensor, query_positions: Tensor, slot_positions: Tensor, chunk: int) -> Tensor:
+    """Return visible [B, q, S] narrowed to keys of the query's own chunk: every `chunk` positions are one.
+
+    query_positions: [B, q]; slot_positions: [B, S].
+    """
+    return visible & (query_positions[:, :, None] // chunk == slot_positions[:, None, :] // chunk)
+
+
 def within_training(visible: Tensor, query_positions: Tensor, slot_positions: Tensor, longest: int) -> Tensor:
     """Return visible [B, q, S], narrowed for queries beyond the longest text that a head was trained on.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.tree import within_chunk, within_window
 from eagle_fsd.files.fingerprints import is_plain, stored
 from eagle_fsd.target.states.mixers import find_mixers
 
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
-FULL, SLIDING = "full_attention", "sliding_attention"
-# The attention in a layer of each kind that can run on a tree. In a hybrid layer it is beside a recurrence,
-# and in layers of the kinds without any there is a recurrence alone, or none.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# Kinds of attention to a part of a text: the config's field with its size, and what narrows a mask to it.
+NARROWED = {SLIDING: ("sliding_window", within_window), CHUNKED: ("attention_chunk_size", within_chunk)}
+RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}  # kinds of layers with states
+# The attention in a layer of each kind that can run on a tree; None: it has none. In a hybrid layer it is
+# beside a recurrence.
 ATTENTION_IN = {
-    **{FULL: FULL, SLIDING: SLIDING, "attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING},
+    **{FULL: FULL, SLIDING: SLIDING, CHUNKED: CHUNKED, "attention": FULL},
+    **{"hybrid": FULL, "hybrid_sliding": SLIDING},
     **dict.fromkeys(("linear_attention", "mamba", "conv", "mlp", "moe")),
 }
 # Options of a generation_config that this package does not apply, and the value that turns each one off.
@@ -48,6 +53,8 @@ PROCESSING_DEFAULTS = {
     "logit_bias": "sequence_bias",
 }
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+SPARE_SLOTS = 1024  # for the nodes of a tree, where slots are limited
+MULTIPLIED = ("hyperclovax",)  # kinds whose logits_scaling is a factor; Granite and others divide by it
 UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
 
 
@@ -92,8 +99,10 @@ def logits_transform(config: PretrainedConfig) -> LogitsTransform:
                 f"the target's {name} is {value!r}: it must be a number; correct its config.json, or use "
                 "another target"
             )
-    divisor, *factors, cap = values.values()  # fields of Granite, Cohere, Falcon-H1 and Gemma
-    return LogitsTransform(scale=math.prod(one or 1.0 for one in factors) / (divisor or 1.0), cap=cap)
+    scaling, *factors, cap = values.values()  # fields of Granite, Cohere, Falcon-H1 and Gemma
+    scaling = scaling or 1.0
+    scale = scaling if config.model_type in MULTIPLIED else 1.0 / scaling
+    return LogitsTransform(scale * math.prod(one or 1.0 for one in factors), cap)
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -111,9 +120,20 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     if unknown := sorted(set(layer_kinds(text)) - ATTENTION_IN.keys()):
         raise ValueError(
-            f"target is a {name!r} model with layers of kind {unknown}: full and sliding attention and "
-            "recurrent layers can be run on a tree, chunked and sparse attention cannot; use another target"
+            f"target is a {name!r} model with layers of kind {unknown}: full, sliding and chunked attention "
+            "and recurrent layers can be run on a tree, sparse attention cannot; use another target"
         )
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a causal LM before its lm_head.
+
+    Of some classes (Llama 4's) get_decoder returns the model itself, or another part of it.
+    """
+    found: nn.Module = model.get_decoder()
+    if found is not model and hasattr(found, "config"):
+        return found
+    return getattr(model, "model", found)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -121,12 +141,15 @@ def check_model(model: PreTrainedModel) -> None:
     check_supported(model.config)
     kind = model.config.model_type
     kinds = set(named_layer_kinds(model.config.get_text_config(decoder=True)))
-    stateful = kinds - {FULL, SLIDING, "attention"} if kinds else getattr(model, "_is_stateful", False)
-    if stateful and not find_mixers(model.get_decoder()):
+    stateful = kinds & RECURRENT if kinds else getattr(model, "_is_stateful", False)
+    if stateful and not find_mixers(decoder_of(model)):
+        from transformers import Cache  # imports all of transformers' modelling: see kept_model
+
+        update = "" if hasattr(Cache, "get_conv_state") else "update transformers to 5.22 or newer, or "
         raise ValueError(
             f"target is a {kind!r} model whose recurrent layers keep their states where they cannot be "
-            "rolled back to an accepted path: they must be in transformers' cache, as they are from 5.22 on; "
-            "update transformers, or use another target"
+            f"rolled back to an accepted path: they must be in transformers' cache; {update}use another "
+            "target"
         )
     attention = model.config._attn_implementation
     if attention not in ATTENTION:
@@ -139,6 +162,11 @@ def check_model(model: PreTrainedModel) -> None:
     if lm_head is None:
         raise ValueError(
             f"target is a {config.model_type!r} model without an lm_head: load it as a causal LM"
+        )
+    if isinstance(lm_head, nn.ModuleList):
+        raise ValueError(
+            f"target is a {config.model_type!r} model with {len(lm_head)} lm_heads: it must write one text; "
+            "use another target"
         )
     if not isinstance(getattr(config, "hidden_size", None), int):
         raise ValueError(
@@ -159,7 +187,7 @@ def feature_device(model: PreTrainedModel) -> torch.device:
     if not getattr(model, "hf_device_map", None):
         return model.device
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
-    return model.get_decoder()(input_ids=token, use_cache=False).last_hidden_state.device
+    return decoder_of(model)(input_ids=token, use_cache=False).last_hidden_state.device
 
 
 def quantised_by(model: nn.Module) -> str | None:
@@ -188,7 +216,7 @@ def weights_read(model: PreTrainedModel) -> list[Tensor]:
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """Return the attention kind of every layer; if the config names none, one kind for all layers."""
     kinds = named_layer_kinds(config)
-    return kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL]
+    return kinds or [next((kind for kind, size in window_sizes(config).items() if size), FULL)]
 
 
 def attention_kinds(config: PretrainedConfig) -> set[str]:
@@ -197,11 +225,16 @@ def attention_kinds(config: PretrainedConfig) -> set[str]:
     return {kind for kind in found if kind is not None}
 
 
+def window_sizes(config: PretrainedConfig) -> dict[str, int]:
+    """Return how many positions each kind of attention in NARROWED sees; 0 if the config says none."""
+    return {kind: getattr(config, field, None) or 0 for kind, (field, _) in NARROWED.items()}
+
+
 def facts(config: PretrainedConfig) -> tuple[object, ...]:
     """Return all that decoding reads of a config. Raises AttributeError if something is missing."""
     sizes = (config.hidden_size, config.num_hidden_layers, config.model_type)
-    window = getattr(config, "sliding_window", None)
-    return *sizes, layer_kinds(config), window, logits_transform(config), longest_text(config)
+    windows = tuple(window_sizes(config).values())
+    return *sizes, layer_kinds(config), windows, logits_transform(config), longest_text(config)
 
 
 def named_layer_kinds(config: PretrainedConfig) -> list[str]:
@@ -217,7 +250,8 @@ def longest_text(config: PretrainedConfig) -> int:
     """Return how many positions a text may use.
 
     A "longrope" model rotates every position by other angles once the text outgrows its original length. The
-    cached keys are then wrong, and the nodes of one tree would disagree. So its texts end there.
+    cached keys are then wrong, and the nodes of one tree would disagree. So its texts end there. Llama 4
+    scales queries by their slots in the cache, in steps; no node may be beyond the first.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limit = getattr(config, "max_position_embeddings", None)
@@ -225,6 +259,8 @@ def longest_text(config: PretrainedConfig) -> int:
     for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if parameters.get("rope_type") == "longrope":
             limits.append(parameters["original_max_position_embeddings"])
+    if getattr(config, "attn_temperature_tuning", None):
+        limits.append(config.floor_scale - SPARE_SLOTS)
     return min(limits)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from transformers import GenerationConfig
 
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.target.architecture import decoder_of
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.taps import find_layers
 
@@ -31,7 +32,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
             f"1 to {layers - 1}"
         )
     mine = private_copy(model)
-    decoder = mine.get_decoder()
+    decoder = decoder_of(mine)
     mine._compiled_call_impl = decoder._compiled_call_impl = None  # compiled code would run all layers
     del find_layers(decoder, layers)[count:]
     # The parts of a model may have configs of their own.

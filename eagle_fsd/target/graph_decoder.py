@@ -26,7 +26,7 @@ from eagle_fsd.runtime.openvino.kept.graph_store import NoRoom
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
-from eagle_fsd.target.architecture import FULL, cache_argument
+from eagle_fsd.target.architecture import FULL, cache_argument, decoder_of
 from eagle_fsd.target.hf_attention import is_known_code, private_copy, use_attention
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import KeptGraphs
@@ -243,8 +243,8 @@ def trace_graphs(
     """
     kinds, numbers = list(kinds), sorted(layers)
     members = [(tensor.shape[1], tensor.shape[3]) for number in numbers for tensor in layers[number]]
-    kept = is_known_code(model.get_decoder())  # else the key of a graph does not say all of it
-    decoder = private_copy(model.get_decoder())
+    kept = is_known_code(decoder_of(model))  # else the key of a graph does not say all of it
+    decoder = private_copy(decoder_of(model))
     use_attention(decoder, BLOCKWISE, blockwise_attention_forward)
     taps = sorted(set(taps))
     tapped = TappedDecoder(decoder, decoder.config.num_hidden_layers, taps) if taps else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from eagle_fsd.core.tree import additive, within_window
+from eagle_fsd.core.tree import additive
 from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -30,10 +30,12 @@ from eagle_fsd.target.admission.checks import (
 )
 from eagle_fsd.target.architecture import (
     FULL,
+    NARROWED,
     SLIDING,
     attention_kinds,
     cache_argument,
     check_model,
+    decoder_of,
     end_tokens,
     feature_device,
     ignored_defaults,
@@ -46,6 +48,7 @@ from eagle_fsd.target.architecture import (
     report_defaults,
     vocabulary_size,
     weights_read,
+    window_sizes,
 )
 from eagle_fsd.target.graph_decoder import GraphDecoder, read_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
@@ -94,7 +97,7 @@ class TargetModel:
         self.vocab_size = vocabulary_size(self.lm_head)
         self.max_positions = longest_text(self.config)
         self.kinds = attention_kinds(self.config)
-        self.window: int = getattr(self.config, "sliding_window", None) or 0
+        self.windows = window_sizes(self.config)
         self.logits_transform = logits_transform(self.config)
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
         self._tapped: dict[tuple[int, ...], TappedDecoder] = {}
@@ -106,7 +109,7 @@ class TargetModel:
             self.device = model.device
             self.graphs = read_graphs(model, runtime)
             self.stepper = FixedShapes()
-            self.kinds, self.window = set(self.graphs.kinds), model.outline.graphs.window
+            self.kinds, self.windows[SLIDING] = set(self.graphs.kinds), model.outline.graphs.window
         else:
             self.device = feature_device(model)
             self.recurrent = bool(find_mixers(self.decoder))
@@ -129,7 +132,7 @@ class TargetModel:
 
     @functools.cached_property
     def decoder(self) -> nn.Module:
-        return self.model.get_decoder()
+        return decoder_of(self.model)
 
     @functools.cached_property
     def _masked_decoder(self) -> nn.Module:
@@ -209,7 +212,7 @@ class TargetModel:
 
         tokenizer: the name of its tokenizer's class.
         """
-        kept = None if self.graphs is None else self.graphs.kept(self.window)
+        kept = None if self.graphs is None else self.graphs.kept(self.windows[SLIDING])
         if kept is None or isinstance(self.held, KeptModel):
             return None
         return outline_of(self.held, kept, target_identity("", self.held)["weights"], tokenizer)
@@ -305,10 +308,8 @@ class TargetModel:
 
     def _masks(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> dict[str, Tensor]:
         """Return the mask [B, q, S] bool of each kind of layer."""
-        masks = {FULL: visible}
-        if SLIDING in self.kinds:
-            masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
-        return masks
+        seen, kinds = (visible, positions, slot_positions), self.kinds & NARROWED.keys()
+        return {FULL: visible, **{kind: NARROWED[kind][1](*seen, self.windows[kind]) for kind in kinds}}
 
     def _inputs(
         self,

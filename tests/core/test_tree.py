@@ -23,6 +23,7 @@ from eagle_fsd.core.tree import (
     rerank,
     root_only,
     visible_slots,
+    within_chunk,
     within_window,
 )
 
@@ -324,6 +325,22 @@ def test_window_goes_by_position_drawn() -> None:
         ".....x..",
         "......x.",
         ".......x",
+    ]
+
+
+def test_chunks_go_by_position_drawn() -> None:
+    """Chunks of 3 positions over five committed tokens and the tree 0(1(3), 2): the root is the last token of
+    its chunk, and its children begin the next."""
+    relation = ancestors(torch.tensor([[-1, 0, 0, 1]]), 2)
+    lengths, slots = torch.tensor([5]), torch.tensor([[5, 6, 7, 8]])
+    visible = visible_slots(lengths, slots, relation, view=9)
+    query_positions = torch.tensor([[5, 6, 6, 7]])
+    slot_positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, 7]])
+    assert draw_mask(within_chunk(visible, query_positions, slot_positions, chunk=3)[0]) == [
+        "...xxx...",
+        "......x..",
+        ".......x.",
+        "......x.x",
     ]
 
 

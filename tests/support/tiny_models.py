@@ -104,6 +104,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {**LLAMA_LIKE, "logit_scale": 0.25}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**LLAMA_LIKE, **MIXED, **EXPERTS}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **{**LLAMA_LIKE, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0] * 2},
+            "attention_chunk_size": WINDOW,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",

@@ -36,6 +36,13 @@ def test_a_config_says_what_is_done_to_the_logits(fields: dict[str, Any], wanted
     assert logits_transform(PretrainedConfig(**fields)) == wanted
 
 
+@pytest.mark.parametrize(("kind", "scale"), [("granite", 0.125), ("hyperclovax", 8)])
+def test_a_scaling_divides_or_multiplies(kind: str, scale: float) -> None:
+    config = PretrainedConfig(logits_scaling=8)
+    config.model_type = kind
+    assert logits_transform(config) == LogitsTransform(scale=scale)
+
+
 def test_a_field_that_is_no_number_is_named() -> None:
     with pytest.raises(ValueError, match=r"final_logit_softcapping is '30': it must be a number; correct"):
         logits_transform(PretrainedConfig(final_logit_softcapping="30"))

@@ -31,7 +31,14 @@ from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
 from eagle_fsd.target import model as target_module
 from eagle_fsd.target.admission.small_tree import difference_of_logits
-from eagle_fsd.target.architecture import cache_argument, check_supported, longest_text
+from eagle_fsd.target.architecture import (
+    CHUNKED,
+    NARROWED,
+    SLIDING,
+    cache_argument,
+    check_supported,
+    longest_text,
+)
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -265,6 +272,8 @@ def test_texts_of_a_longrope_model_end_where_its_angles_change() -> None:
 def test_positions_of_a_model_without_a_limit() -> None:
     assert longest_text(transformers.BloomConfig()) > 10**9
     assert longest_text(transformers.GPT2Config(n_positions=77)) == 77
+    assert longest_text(transformers.Llama4TextConfig()) == 8192 - 1024  # then queries are scaled by slots
+    assert longest_text(transformers.Llama4TextConfig(attn_temperature_tuning=False)) > 10**5
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "llama"])
@@ -328,13 +337,6 @@ def small_mpt() -> transformers.PreTrainedModel:
     return model
 
 
-def small_llama4() -> transformers.PreTrainedModel:
-    config = transformers.Llama4TextConfig(
-        **SMALL, intermediate_size_mlp=48, num_key_value_heads=2, head_dim=8, num_local_experts=2
-    )
-    return transformers.Llama4ForCausalLM(config)
-
-
 def windowless_gemma3() -> transformers.PreTrainedModel:
     """A layer that its config calls a sliding one, with no window to slide."""
     return tiny_model("gemma3", sliding_window=None)
@@ -359,10 +361,9 @@ def small_gpt_neo() -> transformers.PreTrainedModel:
     [
         (small_t5, "'t5' model: encoder-decoders are not supported"),
         (small_rwkv, "'rwkv' model whose recurrent layers keep their states where"),
-        (small_bert, "'bert' model whose tree verification differs"),
-        (small_bloom, "'bloom' model, which cannot verify draft trees"),
-        (small_mpt, r"'mpt' model whose tree verification differs .* \(ALiBi, say\)"),
-        (small_llama4, "'llama4_text' model with layers of kind .*chunked_attention"),
+        (small_bert, "'bert' model whose tree verification differs .* attend to those that follow"),
+        (small_bloom, "'bloom' model, which cannot verify draft trees here: it has ALiBi"),
+        (small_mpt, "'mpt' model whose tree verification differs .* it has ALiBi"),
         (small_gpt_neo, "'gpt_neo' model with layers of kind .*local"),
         (windowless_gemma3, "'gemma3_text' model, which cannot verify draft trees"),
         (lambda: tiny_model("llama", "flex_attention"), "attn_implementation is 'flex_attention'"),
@@ -496,19 +497,21 @@ def test_a_model_with_logits_of_its_own_is_refused(monkeypatch: pytest.MonkeyPat
         TargetModel(model)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_windows_that_work_otherwise_are_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off by one, here: the check is made with a window that its short text outgrows."""
-    real = target_module.within_window
-    monkeypatch.setattr(
-        target_module,
-        "within_window",
-        lambda visible, queries, slots, window: real(visible, queries, slots, window + 1),
+@pytest.mark.parametrize(("family", "kind"), [("mistral", SLIDING), ("gemma3", SLIDING), ("llama4", CHUNKED)])
+def test_windows_that_work_otherwise_are_refused(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off by one, here: the check is made with a window, or a chunk, that its short text outgrows."""
+    field, real = NARROWED[kind]
+    monkeypatch.setitem(
+        NARROWED,
+        kind,
+        (field, lambda visible, queries, slots, size: real(visible, queries, slots, size + 1)),
     )
     model = tiny_model(family)
     with pytest.raises(ValueError, match="tree verification differs"):
         TargetModel(model)
-    assert model.config.sliding_window == WINDOW
+    assert getattr(model.config, field) == WINDOW
 
 
 def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +521,7 @@ def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("a long\nmessage")
 
     monkeypatch.setattr(model.model, "forward", broken)
-    with pytest.raises(ValueError, match="cannot verify draft trees here: a long message"):
+    with pytest.raises(ValueError, match=r"here: its own forward of a text fails \(a long message"):
         TargetModel(model)
 
 

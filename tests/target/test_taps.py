@@ -17,7 +17,7 @@ from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.target.admission import checks
-from eagle_fsd.target.architecture import cache_argument
+from eagle_fsd.target.architecture import cache_argument, decoder_of
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -31,7 +31,7 @@ def deep_model(family: str = "llama", **options: object) -> PreTrainedModel:
     """Return a tiny model of LAYERS layers."""
     name = "n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers"
     if "layer_types" in FAMILIES[family][2]:
-        options["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+        options["layer_types"] = FAMILIES[family][2]["layer_types"] * (LAYERS // 2)
     return tiny_model(family, attention_of(family), **{name: LAYERS, **options})
 
 
@@ -45,7 +45,7 @@ def plain_taps(model: PreTrainedModel, text: list[int], taps: tuple[int, ...] = 
 @torch.no_grad()
 def with_normed_end(model: PreTrainedModel, found: Tensor) -> Tensor:
     """Return taps [n, taps * d] with the last one normed by the model."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     names = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
     norm = next(getattr(decoder, name) for name in names if hasattr(decoder, name))
     *others, last = found.chunk(len(TAPS), dim=-1)
@@ -196,7 +196,7 @@ def test_the_model_is_not_changed_and_the_users_hooks_stay() -> None:
 def test_layers_run_one_by_one_in_a_compiled_decoder_and_no_taps_stay_behind() -> None:
     model, text = deep_model(), prompts_of([7])[0]
     wanted = plain_taps(model, text, TAPS[:2])
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     tapped = [decoder.layers[tap - 1] for tap in TAPS[:2]]
     for module in (decoder, *tapped):
         module._compiled_call_impl = lambda *_, **__: pytest.fail("compiled code calls no hooks")

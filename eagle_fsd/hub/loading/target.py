@@ -28,7 +28,7 @@ from eagle_fsd.runtime.openvino.weight_formats import OWN_BLOCKS
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import EAGER
-from eagle_fsd.target.admission.checks import refuse_states
+from eagle_fsd.target.admission.checks import refuse_layers
 from eagle_fsd.target.architecture import quantised_by
 from eagle_fsd.target.kept.kept_model import KeptModel, shapes_of, whole
 from eagle_fsd.target.model import TargetModel
@@ -117,7 +117,7 @@ class Runtimes:
             except (ValueError, TypeError) as error:
                 logger.info("%s is loaded whole: %s", self.source.name, one_line(error, 200))
         else:
-            refuse_states(self.held)  # before it is read again
+            refuse_layers(self.held)  # before it is read again
         is_float32 = self.plan.dtype == torch.float32
         model = whole(self.held) if is_float32 else self.load(dtype=torch.float32)[0]
         return compile_target(model, self.source, self.plan.weight_format)

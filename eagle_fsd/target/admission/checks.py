@@ -22,14 +22,22 @@ from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER
+from eagle_fsd.target.admission.reasons import FORWARD_ERRORS, reason_of
 from eagle_fsd.target.admission.small_tree import (
     Candidate,
-    narrow_window,
+    narrow_windows,
     taps_difference,
     tolerance,
     tree_difference,
 )
-from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds, quantised_by
+from eagle_fsd.target.architecture import (
+    CHUNKED,
+    FULL,
+    attention_kinds,
+    decoder_of,
+    named_layer_kinds,
+    quantised_by,
+)
 from eagle_fsd.target.graph_decoder import REMEDY, may_page, trace_graphs
 from eagle_fsd.target.states.mixers import find_mixers
 
@@ -38,12 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
-
-# What a forward may raise if it cannot take our cache, masks or positions.
-FORWARD_ERRORS = (
-    *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
-    *(IndexError, KeyError, AssertionError),
-)
 
 
 @torch.no_grad()  # no inference mode: layers may keep what they make
@@ -74,8 +76,8 @@ def check_tree_verification(target: Candidate) -> None:
     """Raise ValueError unless `verify` gives the same logits on a small tree as plain forwards do."""
     kind = target.config.model_type
     try:
-        if SLIDING in target.kinds and target.window:
-            with narrow_window(target):
+        if any(target.windows.get(one) for one in target.kinds):
+            with narrow_windows(target):
                 difference = tree_difference(target)
                 unknown = target.graphs is None and not named_layer_kinds(target.config)
                 if unknown and not difference < tolerance(target):
@@ -88,24 +90,26 @@ def check_tree_verification(target: Candidate) -> None:
             difference = tree_difference(target)
     except FORWARD_ERRORS as error:
         refuse_lack_of_memory(f"target {kind!r}", error)
-        reason = one_line(error)
+        reason = reason_of(target, f"its forward takes other caches, masks or positions ({one_line(error)})")
         raise ValueError(
-            f"target is a {kind!r} model, which cannot verify draft trees here: {reason}; use another target"
+            f"target is a {kind!r} model, which cannot verify draft trees here: {reason}"
         ) from error
     if not difference < tolerance(target):
+        reason = reason_of(target, "its positions, masks or logits follow rules that are not supported")
         raise ValueError(
             f"target is a {kind!r} model whose tree verification differs from its plain forward by "
-            f"{difference:.2g} (relative): its positions (ALiBi, say), masks or logits follow rules "
-            "that are not supported; use another target"
+            f"{difference:.2g} (relative): {reason}"
         )
 
 
-def refuse_states(model: PreTrainedModel) -> None:
-    """Raise ValueError if a model has recurrent layers, which no graph is made of."""
-    if find_mixers(model.get_decoder()):
+def refuse_layers(model: PreTrainedModel) -> None:
+    """Raise ValueError if a model has recurrent layers or chunked attention, which no graph is made of."""
+    chunks = CHUNKED in attention_kinds(model.config.get_text_config(decoder=True))
+    if chunks or find_mixers(decoder_of(model)):
         raise ValueError(
-            f"target is a {model.config.model_type!r} model with recurrent layers, which OpenVINO does not "
-            f"compute here: {REMEDY}"
+            f"target is a {model.config.model_type!r} model with "
+            f"{'chunked attention' if chunks else 'recurrent layers'}, which OpenVINO does not compute here: "
+            f"{REMEDY}"
         )
 
 
@@ -115,7 +119,7 @@ def compute_with(target: Candidate, runtime: OpenVINO, pages: bool) -> None:
 
     pages: whether its graphs may attend over pages.
     """
-    refuse_states(target.model)
+    refuse_layers(target.model)
     target.stepper = FixedShapes()
     for paged in [True, False] if pages and may_page(sorted(target.kinds), runtime) else [False]:
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.target.architecture import NARROWED
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.session import MaskedForward, TargetSession
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 HOPELESS = 50.0  # nats below the best token
-NARROW_WINDOW = 3  # positions in a sliding window while a model is tested
+NARROW_WINDOW = 3  # positions in a sliding window or a chunk while a model is tested
 PARTS = (3, 2, 5)  # of the vocabulary, behind which the texts of `tree_difference` begin
 PATHS = ([0, 1, 3], [0, 2, 4])  # of `small_tree`
 
@@ -30,7 +31,7 @@ class Candidate(MaskedForward, Protocol):
 
     config: PreTrainedConfig
     kinds: set[str]
-    window: int
+    windows: dict[str, int]
     flash: bool
     recurrent: bool
     in_parts: bool
@@ -71,13 +72,14 @@ def has_own_weights(target: Candidate) -> bool:
 
 
 @contextlib.contextmanager
-def narrow_window(target: Candidate) -> Iterator[None]:
-    """Narrow the sliding window of our masks inside the block, so that a short text outgrows it."""
-    window, target.window = target.window, NARROW_WINDOW
+def narrow_windows(target: Candidate) -> Iterator[None]:
+    """Narrow the windows and chunks of our masks inside the block, so that a short text outgrows them."""
+    windows = target.windows
+    target.windows = {kind: size and NARROW_WINDOW for kind, size in windows.items()}
     try:
         yield
     finally:
-        target.window = window
+        target.windows = windows
 
 
 def tree_difference(target: Candidate) -> float:
@@ -202,8 +204,9 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def plain_forward(target: Candidate) -> Callable[[list[int]], Tensor]:
     """Return the model's own forward of a text, without a cache: tokens to logits [n, V]."""
     model = private_copy(target.model)
-    if target.window:
-        model.config.get_text_config(decoder=True).sliding_window = target.window
+    for kind, (field, _) in NARROWED.items():
+        if target.windows[kind]:
+            setattr(model.config.get_text_config(decoder=True), field, target.windows[kind])
 
     def run(tokens: list[int]) -> Tensor:
         ids = torch.tensor([tokens], device=target.input_device)

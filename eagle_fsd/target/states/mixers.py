@@ -143,7 +143,11 @@ class Mixer:
             made = self.forward(*args, **{name: exchanged(name, one) for name, one in self.kwargs.items()})
         finally:
             _mixer.reset(token)
-        return made if isinstance(made, Tensor) else cast(Tensor, made[0])
+        if isinstance(made, Tensor):
+            return made
+        if sum(isinstance(one, Tensor) for one in made) > 1:
+            raise NotImplementedError("a recurrent layer has several outputs")
+        return cast(Tensor, made[0])
 
 
 _mixer: ContextVar[Mixer | None] = ContextVar("mixer", default=None)
