@@ -77,7 +77,7 @@ def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: 
     assert answer(second) == answer(first)
     one, other = first.target, second.target
     names = (
-        *("hidden_size", "vocab_size", "max_positions", "kinds", "window", "eos_token_ids", "pad_token_id"),
+        *("hidden_size", "vocab_size", "max_positions", "kinds", "windows", "eos_token_ids", "pad_token_id"),
         *(
             "own_defaults",
             "named_sampling",
