@@ -70,11 +70,10 @@ class TargetModel:
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
     logits. max_positions: the longest text, prompt included. kinds: of its attention. recurrent: whether
-    layers have states. in_parts: see StateCache. stepper: how the parts of a step are run. ranks: the
-    processes that hold a part of it each. pages: whether its graphs may attend over pages. Draft models need
-    False: pages show a token all slots before its own. ignored_defaults: options of the model's
-    generation_config that are not applied here, such as typical_p. The model itself is never changed, not
-    even temporarily.
+    layers have states. stepper: how the parts of a step are run. ranks: the processes that hold a part of it
+    each. pages: whether its graphs may attend over pages. Draft models need False: pages show a token all
+    slots before its own. ignored_defaults: options of the model's generation_config that are not applied
+    here, such as typical_p. The model itself is never changed, not even temporarily.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class TargetModel:
             run_quantised(model)
         self.ranks = ranks
         self.held = model.eval()
-        self.stepper, self.recurrent, self.in_parts = stepper, False, True
+        self.stepper, self.recurrent = stepper, False
         self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size
@@ -340,7 +339,7 @@ class TargetModel:
         if self.graphs is not None:
             return self.graphs.new_cache(batch, capacity)
         if self.recurrent:
-            return StateCache(batch, capacity, self.device, self.in_parts)
+            return StateCache(batch, capacity, self.device)
         return KVCache(batch, capacity, self.device, self.stepper.view)
 
     def expect(self, rows: int, nodes: int, again: bool = True) -> None:

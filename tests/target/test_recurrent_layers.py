@@ -33,8 +33,8 @@ from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 from eagle_fsd.target.states.delta_rule import LevelStates
-from eagle_fsd.target.states.mixers import find_mixers
-from eagle_fsd.target.states.state_cache import DELTA, StateCache
+from eagle_fsd.target.states.mixers import Mixer, find_mixers
+from eagle_fsd.target.states.state_cache import DELTA, CallStates, StateCache
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.Cache, "get_conv_state"), reason="transformers is older than 5.22"
@@ -221,15 +221,37 @@ def test_a_prompt_that_is_read_in_parts_leaves_the_same_states(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, prompts = target_of(family), prompts_of((13, 2, 8))
-    assert target.in_parts == (family != "jamba")
     whole = TargetSession(target, 3, 64).prefill(pad_right(prompts, 0), [13, 2, 8])
     monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", 3)
+    behind = []  # how many tokens a call reads behind others
+
+    def texts(mixer: Mixer, part: torch.Tensor, states: CallStates) -> torch.Tensor:
+        behind.extend([part.shape[1]] if states.held else [])
+        return read(mixer, part, states)
+
+    read = Mixer.texts
+    monkeypatch.setattr(Mixer, "texts", texts)
     session = TargetSession(target, 3, 64)
     parts = session.prefill(pad_right(prompts, 0), [13, 2, 8])
-    assert session.cache.widest == 3
+    assert session.cache.widest == 3 and max(behind) == (1 if family == "jamba" else 3)
     for row, count in enumerate((13, 2, 8)):
         torch.testing.assert_close(parts[row, :count], whole[row, :count], rtol=1e-3, atol=1e-3)
     assert_holds(session, prompts)
+
+
+@torch.inference_mode()
+@few_families
+def test_rounding_does_not_hide_a_layer_that_begins_anew_with_each_part(family: str) -> None:
+    """In float16 the test of a small tree has a tolerance that one lost state may stay below."""
+    target, (prompt,) = TargetModel(tiny_model(family, attention_of(family)).half()), prompts_of((13,))
+    text = torch.tensor([prompt])
+    whole, parts = (TargetSession(target, 1, 64) for _ in range(2))
+    whole.prefill(text, [13])
+    for part in text.split(5, dim=1):
+        parts.prefill(part, [part.shape[1]])
+    assert isinstance(whole.cache, StateCache) and isinstance(parts.cache, StateCache)
+    for key, state in whole.cache.states.items():
+        torch.testing.assert_close(parts.cache.states[key], state, rtol=0.05, atol=0.05)
 
 
 @few_families

@@ -85,9 +85,6 @@ def check_tree_verification(target: Candidate) -> None:
                     difference = tree_difference(target)
         else:
             difference = tree_difference(target)
-        if target.recurrent and not difference < tolerance(target):
-            target.in_parts = False  # some layers begin anew with each part of a prompt
-            difference = tree_difference(target)
     except FORWARD_ERRORS as error:
         refuse_lack_of_memory(f"target {kind!r}", error)
         reason = reason_of(target, f"its forward takes other caches, masks or positions ({one_line(error)})")

@@ -34,7 +34,6 @@ class Candidate(MaskedForward, Protocol):
     windows: dict[str, int]
     flash: bool
     recurrent: bool
-    in_parts: bool
     graphs: GraphDecoder | None
 
     @property

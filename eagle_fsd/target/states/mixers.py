@@ -51,22 +51,26 @@ def on_states(forward: Callable[..., Any], layer: int, delta_rule: bool) -> Call
 
     delta_rule: whether it takes LevelStates.
     """
-    last = LastLinear()
+    facts = LayerFacts()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
         if cache is None:
             return forward(*args, **kwargs)
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, last, delta_rule))
+        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, facts, delta_rule))
 
     return torch.compiler.disable(run)
 
 
-class LastLinear:
-    """The linear layer whose output is that of a recurrent layer, once a call has shown it."""
+class LayerFacts:
+    """What calls of a recurrent layer have shown of it.
 
-    linear: nn.Module | None = None
+    last: the linear layer whose output is the recurrent layer's. goes_on: see Mixer.goes_on. None: not known.
+    """
+
+    last: nn.Module | None = None
+    goes_on: bool | None = None
 
 
 class Mixer:
@@ -75,7 +79,7 @@ class Mixer:
     A tree has a call for each level. Its linear layers run once for all of them: those that read the layer's
     input before the first level, and the one that makes its output behind the last level. Otherwise each
     level would read their weights anew. args, kwargs: of the forward. hidden: the input among them,
-    [B, n, d].
+    [B, n, d]. last: see LayerFacts; another thread may learn it meanwhile, too late for this forward.
     """
 
     def __init__(
@@ -84,11 +88,12 @@ class Mixer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hidden: Tensor,
-        last: LastLinear,
+        facts: LayerFacts,
         delta_rule: bool,
     ) -> None:
         self.forward, self.args, self.kwargs = forward, args, kwargs
-        self.hidden, self.last, self.delta_rule = hidden, last, delta_rule
+        self.hidden, self.facts, self.last = hidden, facts, facts.last
+        self.delta_rule = delta_rule
         self.part, self.places = hidden, tuple[Tensor, ...]()
         self.made: dict[nn.Module, Tensor] = {}
         self.outputs: dict[nn.Module, Tensor] = {}
@@ -98,29 +103,43 @@ class Mixer:
         """Run tokens [M, n, d] of M texts from their states, and replace these; return the output."""
         self.part, self.places = part, ()
         output = self._call(part, states)
-        if self.last.linear is None:
-            self.last.linear = next((one for one, made in self.outputs.items() if made is output), None)
+        if self.facts.last is None:
+            self.facts.last = next((one for one, made in self.outputs.items() if made is output), None)
         self.outputs = {}
         return output
+
+    def goes_on(self, part: Tensor, states: CallStates) -> bool:
+        """Return whether several tokens [M, n, d] go on from their states: some layers begin anew with them.
+
+        Then a state that is spoilt spoils the output. A rounded output would not tell one that is left out.
+        """
+        if self.facts.goes_on is None:
+            self.facts.goes_on = all(self._reads(key, part, states) for key in states.held)
+        return self.facts.goes_on
+
+    def _reads(self, key: tuple[str, int], part: Tensor, states: CallStates) -> bool:
+        copies = {one: state.clone() for one, state in states.held.items()}
+        copies[key].fill_(torch.nan)
+        return bool(self.texts(part, CallStates(copies)).isnan().any())
 
     def level(self, places: tuple[Tensor, Tensor], states: CallStates) -> Tensor:
         """Run the nodes of a tree at M places, rows and nodes; return what `finish` takes, [M, ...]."""
         self.part, self.places = self.hidden[places][:, None], places
         output = self._call(self.part, states)
-        if self.last.linear is not None and output is not self.delayed:
+        if self.last is not None and output is not self.delayed:
             raise NotImplementedError("a recurrent layer changes what its last linear layer has made")
         return output[:, 0]
 
     def finish(self, made: Tensor) -> Tensor:
         """Return the output [B, N, d] for what the levels returned, [B, N, ...]."""
-        return made if self.last.linear is None else cast(Tensor, self.last.linear(made))
+        return made if self.last is None else cast(Tensor, self.last(made))
 
     def multiply(self, linear: nn.Module, x: Tensor) -> Tensor:
         """Run a linear layer in one of the calls."""
         if not self.places:
             self.outputs[linear] = linear(x)
             return self.outputs[linear]
-        if linear is self.last.linear:
+        if linear is self.last:
             self.delayed = x
             return x
         if x is not self.part:

@@ -87,6 +87,8 @@ class Layer(Protocol):
 
     def texts(self, part: Tensor, states: CallStates) -> Tensor: ...
 
+    def goes_on(self, part: Tensor, states: CallStates) -> bool: ...
+
     def level(self, places: tuple[Tensor, Tensor], states: CallStates) -> Tensor: ...
 
     def finish(self, made: Tensor) -> Tensor: ...
@@ -97,13 +99,11 @@ class StateCache(KVCache):
 
     states: by key, [rows, ...] each, behind the committed tokens of each row; 0 before the first one. levels:
     by layer, the states [M, ...] behind the M nodes of each level of the tree that is being verified, by kind
-    and number; or those behind the last level of a growing tree. in_parts: whether layers can read several
-    tokens behind others; if not, they read these one by one.
+    and number; or those behind the last level of a growing tree.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device, in_parts: bool = True) -> None:
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         super().__init__(batch, capacity, device)
-        self.in_parts = in_parts
         self.states: dict[Key, Tensor] = {}
         self.levels: dict[int, list[Held]] = {}
         self._expected: tuple[Callable[..., Tensor], object] = (StateCache._run_prompt, [])
@@ -140,13 +140,17 @@ class StateCache(KVCache):
         return run(self, tokens, number, hidden, layer)
 
     def _run_prompt(self, counts: Sequence[int], number: int, hidden: Tensor, layer: Layer) -> Tensor:
-        """Run the first tokens of each row, as many as it has, with one call for all rows of as many."""
+        """Run the first tokens of each row, as many as it has, with one call for all rows of as many.
+
+        A layer that does not go on from states with several tokens reads them one by one.
+        """
         output: Tensor | None = None
         for count in sorted(set(counts) - {0}):
             rows = on_device([row for row, own in enumerate(counts) if own == count], hidden.device)
             states = self._states_of(number, rows)
-            width = count if self.in_parts or not states.held else 1
-            parts = hidden[rows, :count].split(width, dim=1)
+            tokens = hidden[rows, :count]
+            at_once = count == 1 or not states.held or layer.goes_on(tokens, states)
+            parts = [tokens] if at_once else tokens.split(1, dim=1)
             made = torch.cat([layer.texts(part, states) for part in parts], dim=1)
             if output is None:
                 output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
