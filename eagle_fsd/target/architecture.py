@@ -141,6 +141,7 @@ def check_model(model: PreTrainedModel) -> None:
     check_supported(model.config)
     kind = model.config.model_type
     kinds = set(named_layer_kinds(model.config.get_text_config(decoder=True)))
+    # A class with recurrent layers may be used without them: Granite 4's small dense models are.
     stateful = kinds & RECURRENT if kinds else getattr(model, "_is_stateful", False)
     if stateful and not find_mixers(decoder_of(model)):
         from transformers import Cache  # imports all of transformers' modelling: see kept_model

@@ -30,6 +30,7 @@ from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER
+from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 from eagle_fsd.target.states.delta_rule import LevelStates
@@ -278,6 +279,31 @@ def test_a_conversation_goes_on_from_its_end_alone(family: str) -> None:
 # --- What they do not go with ---
 
 
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("granite_hybrid", ["attention", "attention"]),
+        ("qwen3_5", ["full_attention", "full_attention"]),
+        ("nemotron_h", ["mlp", "attention"]),
+    ],
+)
+def test_a_class_with_recurrent_layers_may_be_used_without_them(family: str, kinds: list[str]) -> None:
+    name = "layers_block_type" if family == "nemotron_h" else "layer_types"
+    target = TargetModel(tiny_model(family, **{name: kinds, "num_hidden_layers": 2}))
+    assert not target.recurrent
+    output = EagleFSD(target, tiny_head()).generate([[3, 4, 5]], max_new_tokens=5)
+    assert output.new_tokens == greedy_alone(target.model, [[3, 4, 5]], 5)
+
+
+def test_a_targets_first_layers_may_have_no_states() -> None:
+    model = tiny_model("granite_hybrid", layer_types=["attention", "mamba"])
+    target, draft = TargetModel(model), TargetModel(first_layers(model, 1))
+    assert target.recurrent and not draft.recurrent
+    engine = EagleFSD(target, DraftModelSpec.for_target(draft, target))
+    output = engine.generate([[3, 4, 5]], max_new_tokens=5)
+    assert output.new_tokens == greedy_alone(model, [[3, 4, 5]], 5)
+
+
 def test_steps_are_not_recorded() -> None:
     target = TargetModel(tiny_model("qwen3_5"), FixedShapes())
     assert target.stepper is EAGER
@@ -293,13 +319,6 @@ def test_openvino_is_refused_where_it_is_asked_for(tmp_path: Path, caplog: pytes
     assert engine.generate([[3, 4, 5]], max_new_tokens=5).new_tokens == greedy_alone(
         engine.target.model, [[3, 4, 5]], 5
     )
-
-
-def test_layers_of_attention_alone_need_no_states() -> None:
-    model = tiny_model("qwen3_5", layer_types=["full_attention"] * 2)
-    engine = EagleFSD(TargetModel(model), tiny_head())
-    assert not engine.target.recurrent
-    assert engine.generate([[3, 4, 5]], max_new_tokens=8).new_tokens == greedy_alone(model, [[3, 4, 5]], 8)
 
 
 def test_the_users_model_is_not_changed() -> None:
