@@ -144,6 +144,21 @@ def test_sampled_texts_follow_the_targets_distribution(family: str) -> None:
     assert kept.sum() > 10 and chisquare(seen, wanted, sum_check=False).pvalue > 1e-3
 
 
+@few_families
+def test_hooks_of_linear_layers_run_once(family: str) -> None:
+    """Also on the output that is made for all levels of a tree together."""
+    model = tiny_model(family, attention_of(family))
+    target, runs = TargetModel(model), list[int]()
+    inside = [one for mixer in find_mixers(model.get_decoder()) for one in mixer.children()]
+    hooked = [one for one in inside if isinstance(one, torch.nn.Linear)]
+    for linear in hooked:
+        linear.register_forward_pre_hook(lambda _linear, args: (0.9 * args[0],))
+        linear.register_forward_hook(lambda _linear, _args, output: runs.append(1) or 0.9 * output)
+    output = EagleFSD(target, tiny_head()).generate([[3, 4, 5]], max_new_tokens=8, tree=TreeConfig(8, 4, 2))
+    assert hooked and runs
+    assert output.new_tokens == greedy_alone(model, [[3, 4, 5]], 8)
+
+
 # --- States ---
 
 
