@@ -159,6 +159,16 @@ def test_hooks_of_linear_layers_run_once(family: str) -> None:
     assert output.new_tokens == greedy_alone(model, [[3, 4, 5]], 8)
 
 
+@pytest.mark.parametrize("part", ["decoder", "layers"])
+def test_compiled_parts_of_a_model_run_as_they_are(part: str) -> None:
+    model = tiny_model("qwen3_5")
+    wanted = greedy_alone(model, [[3, 4, 5]], 8)
+    for module in [model.model] if part == "decoder" else model.model.layers:
+        module.compile(backend="eager")
+    output = EagleFSD(TargetModel(model), tiny_head()).generate([[3, 4, 5]], max_new_tokens=8)
+    assert output.new_tokens == wanted
+
+
 # --- States ---
 
 

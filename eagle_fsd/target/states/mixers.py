@@ -36,8 +36,11 @@ def uses_states(kind: type) -> bool:
 
 def wrap_mixers(decoder: nn.Module) -> nn.Module:
     """Let the recurrent layers of a private copy run on a StateCache; return the copy."""
-    for number, mixer in enumerate(find_mixers(decoder)):
-        mixer._compiled_call_impl = None
+    mixers = find_mixers(decoder)
+    for module in decoder.modules() if mixers else ():
+        if module._modules:  # others are the model's own
+            module._compiled_call_impl = None  # compiled code would run the layers of the model itself
+    for number, mixer in enumerate(mixers):
         for name, child in mixer._modules.items():
             if isinstance(child, nn.Linear):
                 mixer._modules[name] = sharing_copy(child)
