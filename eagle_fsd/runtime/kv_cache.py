@@ -33,6 +33,13 @@ class SavedRow:
     states: Mapping[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     @property
+    def slots_of_states(self) -> int:
+        """How many slots take as much memory as the states; 0 if there is no slot to compare with."""
+        taken = sum(part.nbytes for parts in self.parts.values() for part in parts)
+        states = sum(state.nbytes for state in self.states.values())
+        return -(-states * self.slots // taken) if taken else 0
+
+    @property
     def whole(self) -> bool:
         """Whether a text can go on only behind all of these slots: states cannot be taken back."""
         return bool(self.states)

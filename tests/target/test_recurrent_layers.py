@@ -26,6 +26,7 @@ from support.tiny_models import (
 from eagle_fsd import EagleFSD, PromptCache, TreeConfig
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
@@ -299,6 +300,21 @@ def test_a_conversation_goes_on_from_its_end_alone(family: str) -> None:
     assert ask([*longer, *answer, 8])[1] > len(longer)
     assert ask([*longer[:-3], 9, 9])[1] == reused  # another turn in the place of the second
     assert ask([*prompt, 11])[1] == 0  # nothing ends there
+
+
+def test_kept_states_count_as_the_tokens_that_take_as_much_memory() -> None:
+    engine, prompt = EagleFSD(target_of("qwen3_5"), tiny_head()), prompts_of((20,))[0]
+
+    def kept(tokens: int) -> list[KeptText]:
+        cache = PromptCache(tokens)
+        engine.generate([prompt], max_new_tokens=9, prompt_cache=cache)
+        return cache._texts.texts
+
+    (text,) = kept(8192)
+    states = sum(state.nbytes for state in text.target.states.values())
+    slot = sum(part.nbytes for layer in text.target.parts.values() for part in layer) / text.target.slots
+    assert 0 <= (text.slots - len(text.tokens)) * slot - states < slot
+    assert len(kept(text.slots)) == 1 and not kept(text.slots - 1)
 
 
 # --- What they do not go with ---

@@ -30,7 +30,7 @@ LEAST = 16  # tokens that a prompt must share with a kept text; reading fewer is
 
 @dataclass(frozen=True, eq=False)
 class KeptText:
-    """A text that has ended. tokens: [n] int64. slots: that it takes of a cache.
+    """A text that has ended. tokens: [n] int64. slots: that it takes of a cache, and those for its states.
 
     drafter: None if its drafter reads every prompt at once and needs only tokens.
     """
@@ -151,7 +151,7 @@ class PrefixCache:
     ) -> None:
         """Keep a row's text, of these tokens, if there is room for it and other texts can go on from it.
 
-        slots: that it takes. room: the slots that all kept texts may take now.
+        slots: that it takes, without its states. room: the slots that all kept texts may take now.
         """
         if slots > min(self.limit, room) or session.cache.row_lengths[row] != len(tokens) - 1:
             return
@@ -164,7 +164,10 @@ class PrefixCache:
             with self._lock:
                 if self.prepare(tokens, slots, room):
                     saved = session.save_row(row, len(tokens) - 1)
+                    # Recurrent states may take as much memory as thousands of tokens.
+                    slots += sum(one.slots_of_states for one in (saved, *(drafted or ())))
                     self.texts = [*self.texts, KeptText(host_tokens(tokens), slots, saved, drafted)]
+                    self.shrink(min(self.limit, room))
         except (MemoryError, RuntimeError) as error:
             if not ran_out_of_memory(error):
                 raise

@@ -23,7 +23,8 @@ class PromptCache:
     of weights that torch does not count: through `.data`, or of those that were made in inference mode.
 
     tokens: how many the kept texts may have together. The least recently used go first. Each takes the
-    memory of its keys and values; the models are not kept. Raises ValueError if it is negative.
+    memory of its keys and values, and of recurrent states, which count as the tokens that take as much. The
+    models are not kept. Raises ValueError if it is negative.
     Copies have as many tokens and hold no text, and so has what is unpickled.
     """
 
