@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -315,6 +316,25 @@ def test_kept_states_count_as_the_tokens_that_take_as_much_memory() -> None:
     slot = sum(part.nbytes for layer in text.target.parts.values() for part in layer) / text.target.slots
     assert 0 <= (text.slots - len(text.tokens)) * slot - states < slot
     assert len(kept(text.slots)) == 1 and not kept(text.slots - 1)
+
+
+@torch.inference_mode()
+def test_what_another_thread_learns_of_a_layer_waits_for_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tree behind a prompt of one token may be the first that a copy of a decoder runs."""
+    target, tree = target_of("qwen3_5"), random_tree(1, 10, 4, 3, VOCAB, seed=0)
+    wanted, _ = TargetSession(target, 1, 16).verify(tree)
+    begin = Mixer.__init__
+
+    def begin_too_early(mixer: Mixer, *args: Any) -> None:
+        begin(mixer, *args)
+        assert mixer.facts.last is not None
+        mixer.last = None
+
+    monkeypatch.setattr(Mixer, "__init__", begin_too_early)
+    found, _ = TargetSession(target, 1, 16).verify(tree)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 # --- What they do not go with ---
