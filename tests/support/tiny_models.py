@@ -221,7 +221,9 @@ def tiny_model(
     model_class, config_class, arguments = {**FAMILIES, **RECURRENT}[family]
     config = getattr(transformers, config_class)(**{**arguments, **overrides})
     config._attn_implementation = attention
-    model = getattr(transformers, model_class)(config).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # `randomize` shakes what vectors begin with, which may be random too
+        model = getattr(transformers, model_class)(config).eval()
     randomize(model, seed)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model
