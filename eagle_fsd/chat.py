@@ -237,6 +237,16 @@ def shows_colours(variables: Mapping[str, str]) -> bool:
     return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
 
 
+def refuse_base_model(model: EagleFSD) -> None:
+    """Raise ValueError if a model has no chat template, so that it could answer no message."""
+    from eagle_fsd.text.chat import ChatRefused, require_chat_template
+
+    try:
+        require_chat_template(model.tokenizer)
+    except ChatRefused as error:
+        raise ValueError(f"{error}, or continue texts with eagle-fsd generate --raw") from error
+
+
 def run(args: argparse.Namespace, out: TextIO) -> int:
     """Check the arguments, load the model, and chat."""
     if sys.stdin is None:
@@ -257,6 +267,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
             model = load_model(args)
+            refuse_base_model(model)
             adapter = make_adapter(args, model)
         at_terminal = sys.stdin.isatty() and out.isatty()
         coloured = at_terminal and args.colour and shows_colours(os.environ)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.full_disk import FullDisk
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
+from support.tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
 
 from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
@@ -643,6 +644,20 @@ def test_a_rule_that_the_drafts_cannot_serve_is_refused_at_once(
     assert say(monkeypatch, "Hi\n", "--quality-budget", "0.02") == 2
     said, told = capsys.readouterr()
     assert not said and told.count("\n") == 1 and "error: quality_budget (or threshold auto): it is" in told
+
+
+def test_a_base_model_is_refused_before_the_first_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, tokenizer = tiny_engine(), tiny_tokenizer()
+    tokenizer.chat_template = None
+    base = EagleFSD(whole.target, whole.drafter, tokenizer, base_model="tiny")
+    monkeypatch.setattr(chat, "load_model", lambda args: base)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    assert chat.main(FLAGS) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "has no chat template: choose a target that has one, or" in told
+    assert "generate --raw" in told
 
 
 def test_a_threshold_takes_a_budgets_place() -> None:

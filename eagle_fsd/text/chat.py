@@ -88,6 +88,14 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTo
     return tokenizer
 
 
+def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Return a tokenizer. Raises ValueError if there is none, and ChatRefused if it has no chat template."""
+    tokenizer = require_tokenizer(tokenizer)
+    if not tokenizer.chat_template:
+        raise ChatRefused("the target's tokenizer has no chat template", "choose a target that has one")
+    return tokenizer
+
+
 def require_template(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of a chat template, such as enable_thinking, tools or documents.
 
@@ -112,9 +120,7 @@ def encode_chat(
     template: arguments of the chat template; see `require_template`. end: what stands behind the messages;
     see ChatEnd. Raises ValueError without a tokenizer, and ChatRefused for what the template does not take.
     """
-    tokenizer = require_tokenizer(tokenizer)
-    if not tokenizer.chat_template:
-        raise ChatRefused("the target's tokenizer has no chat template", "choose one that has one")
+    tokenizer = require_chat_template(tokenizer)
     turns, given = list(messages), {**(template or {}), "add_generation_prompt": end == "waiting"}
     if end == "open":
         turns[-1] = {**turns[-1], "content": turns[-1]["content"] + END}
