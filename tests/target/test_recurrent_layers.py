@@ -374,6 +374,8 @@ def test_openvino_is_refused_where_it_is_asked_for(tmp_path: Path, caplog: pytes
     with pytest.raises(ValueError, match=r"'qwen3_5_text' model with recurrent layers.*use runtime torch"):
         TargetModel(tiny_model("qwen3_5"), runtime=OpenVINO("float32"))
     tiny_model("lfm2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"use runtime torch, without int8 or packed$"):
+        EagleFSD.from_pretrained(tmp_path, "none", lookup=True, weight_format="int8", device="cpu")
     with caplog.at_level(logging.INFO):
         engine = EagleFSD.from_pretrained(tmp_path, "none", lookup=True, runtime="auto", device="cpu")
     assert engine.runtime == "torch"

@@ -106,7 +106,7 @@ def refuse_layers(model: PreTrainedModel) -> None:
         raise ValueError(
             f"target is a {model.config.model_type!r} model with "
             f"{'chunked attention' if chunks else 'recurrent layers'}, which OpenVINO does not compute here: "
-            f"{REMEDY}"
+            f"{REMEDY}, without int8 or packed"
         )
 
 
