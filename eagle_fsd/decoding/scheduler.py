@@ -267,7 +267,7 @@ class Scheduler:
             self.batch.join(joining)
         next_prompts = [text.prompt for text in islice(self.waiting, self.rows)]
         for text in joining.texts:
-            if self.prefixes.saves_reading(text.prompt, next_prompts):
+            if self.prefixes.saves_reading(text.prompt, next_prompts, self.target.recurrent):
                 row = self.batch.texts.index(text)
                 self._keep(text.prompt, self.batch.target, self.batch.drafter, row)
 

@@ -128,17 +128,24 @@ class PrefixCache:
         """Note what a drafter needs of the texts that it goes on from."""
         self.read_anyway = LISTED if drafter.needs.next_tokens else 1
 
-    def saves_reading(self, read: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+    def saves_reading(
+        self, read: Sequence[int], prompts: Sequence[Sequence[int]], whole: bool = False
+    ) -> bool:
         """Return whether one of these prompts goes on from a prompt that was read, and from no kept text.
 
-        So of texts that arrive together, a long beginning that they share is read once.
+        So of texts that arrive together, a long beginning that they share is read once. whole: whether a
+        prompt can go on only from the end of the one that was read.
         """
         if not self.limit:
             return False
         found = self.find(read)
         least = SHARED + (0 if found is None else found[1])  # what they share beyond kept texts is worth it
+        if len(read) < least:
+            return False
+        if whole:
+            least, prompts = len(read), [prompt for prompt in prompts if len(prompt) > len(read)]
         beginning = list(read[:least])
-        return len(beginning) == least and any(list(prompt[:least]) == beginning for prompt in prompts)
+        return any(list(prompt[:least]) == beginning for prompt in prompts)
 
     def keep(
         self,
