@@ -219,7 +219,7 @@ def measure_forwards(
     drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 
     def verify(width: int, warm: bool = True) -> Call:
-        run = functools.partial(session.verify, star_tree(roots, width, target.vocab_size))
+        run = functools.partial(session.verify, timed_tree(roots, width, target.vocab_size, target.recurrent))
         # As in decoding, the same graph ran just before: what a large cache has of its weights is not read.
         return Call(run, run) if warm else Call(run)
 
@@ -281,17 +281,22 @@ def measure_overhead(
     return overhead, max(*(disagreement(found[tree]) for tree in trees), waiting.share)
 
 
-def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
-    """Return a root and width - 1 children of it: a verify forward costs the same for any shape."""
+def timed_tree(roots: Tensor, width: int, vocab_size: int, recurrent: bool = False) -> DraftTree:
+    """Return a tree of `width` nodes that costs what usual ones do: a root and its children, of attention.
+
+    recurrent: whether layers are. Each level costs something then, so the first LEVELS nodes are a chain.
+    """
+    depth = LEVELS if recurrent else 1
     tree = root_only(roots, vocab_size)
     nodes = torch.arange(width, device=roots.device).expand(len(roots), -1)
+    in_chain = nodes <= depth
     return DraftTree(
         tokens=tree.tokens.expand(-1, width),
-        parents=torch.where(nodes == 0, -1, 0),
-        depths=(nodes > 0).long(),
+        parents=torch.where(in_chain, nodes - 1, 0),
+        depths=torch.where(in_chain, nodes, 1),
         log_q=tree.log_q,
         owners=tree.owners,
-        depth=1,
+        depth=depth,
     )
 
 

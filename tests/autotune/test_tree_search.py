@@ -25,7 +25,7 @@ from eagle_fsd.autotune.step_costs import (
     measure_costs,
     observe,
     round_context,
-    star_tree,
+    timed_tree,
 )
 from eagle_fsd.autotune.tree_search import (
     Choice,
@@ -114,9 +114,19 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
 
 
 def test_a_tree_that_has_scores_of_its_own_is_observed_with_them() -> None:
-    tree = star_tree(torch.zeros(1, dtype=torch.int64), 3, VOCAB)
+    tree = timed_tree(torch.zeros(1, dtype=torch.int64), 3, VOCAB)
     scored = replace(tree, scores=torch.tensor([[9.0, -1.0, -2.0]]))
     assert path_scores(scored).tolist() == [[0.0, -1.0, -2.0]]
+
+
+def test_a_tree_that_is_timed_is_as_deep_as_usual_where_levels_cost_something() -> None:
+    roots = torch.zeros(2, dtype=torch.int64)
+    for width in (1, 3, 8):
+        wide = timed_tree(roots, width, VOCAB)
+        assert wide.depths.tolist() == [[0] + [1] * (width - 1)] * 2
+        deep = timed_tree(roots, width, VOCAB, recurrent=True)
+        assert deep.depths.tolist() == [[0, 1, 2, 3, 4, 5, 1, 1][:width]] * 2
+        assert deep.parents.tolist() == [[-1, 0, 1, 2, 3, 4, 0, 0][:width]] * 2
 
 
 def reached(tree: DraftTree, tokens: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from eagle_fsd.acceptance import accept_step
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import is_immutable
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
-from eagle_fsd.autotune.step_costs import star_tree
+from eagle_fsd.autotune.step_costs import timed_tree
 from eagle_fsd.core import tree
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
@@ -460,7 +460,7 @@ def test_groups_of_many_rows_are_not_recorded(rows: int, several: bool, recorded
     """Their sizes change from step to step."""
     recorder = OpRecorder()
     steps = [accept_step.AcceptStep(), *[accept_step.AcceptStep(Graphs(recorder))] * 3]
-    found = star_tree(torch.zeros(rows, dtype=torch.int64), 4, 16)
+    found = timed_tree(torch.zeros(rows, dtype=torch.int64), 4, 16)
     logits = torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(0))
     none = torch.zeros(rows, dtype=torch.int64)
     verified = Verified(found, logits, SamplingConfig(), none[:0])

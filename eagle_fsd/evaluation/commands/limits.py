@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from eagle_fsd.acceptance.accept import Lossless
-from eagle_fsd.autotune.step_costs import BEAMS, measure_costs, star_tree
+from eagle_fsd.autotune.step_costs import BEAMS, measure_costs, timed_tree
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
@@ -121,7 +121,8 @@ def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int
 
     session = read()
     # The numbers of nodes take turns, as in decoding: some runtimes are slower after another number.
-    trees = {count: star_tree(prompt[:, -1], count, target.vocab_size) for count in nodes}
+    kind = (target.vocab_size, target.recurrent)
+    trees = {count: timed_tree(prompt[:, -1], count, *kind) for count in nodes}
     calls = {count: Call(functools.partial(session.verify, tree)) for count, tree in trees.items()}
     repeats = time_in_turn(calls, target.device, RECORDED)
     prefill = median_seconds(read, target.device)  # now that all graphs are compiled, which takes all cores

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.autotune.step_costs import star_tree
+from eagle_fsd.autotune.step_costs import timed_tree
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
@@ -198,5 +198,5 @@ def behind(target: TargetModel, context: int) -> tuple[Tensor, float]:
     prompt = torch.tensor(benches.prompts_of([context], target.vocab_size), device=target.device)
     session = TargetSession(target, 1, context + 64)
     session.prefill(prompt, [context])
-    tree = star_tree(prompt[:, -1], 32, target.vocab_size)
+    tree = timed_tree(prompt[:, -1], 32, target.vocab_size)
     return session.verify(tree)[0].clone(), 1000 * median_seconds(lambda: session.verify(tree), target.device)
