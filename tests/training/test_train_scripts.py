@@ -87,7 +87,9 @@ class Training:
         def load(source: Any, dtype: str, device: str = "cpu") -> tuple[Any, LetterTokenizer]:
             return model.to(getattr(torch, dtype)), LetterTokenizer()
 
-        monkeypatch.setattr(hub, "resolve_target", lambda name: SimpleNamespace(name=name, gguf_file=None))
+        model.config.save_pretrained(folder / "config")
+        source = SimpleNamespace(name="tiny", gguf_file=None, folder=folder / "config")
+        monkeypatch.setattr(hub, "resolve_target", lambda name: source)
         monkeypatch.setattr(hub, "load_target", load)
         if not curves:  # a picture takes several times as long as such a run
             monkeypatch.setattr(head_command, "plot_curves", lambda folder: None)
