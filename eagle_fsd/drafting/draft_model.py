@@ -141,7 +141,7 @@ class DraftModelPredictor:
         read = self._read_text if first else self._read
 
         def read_what_counts(tokens: Tensor, start: int) -> Tensor:
-            self.cache.expect_prompt([min(max(one - start, 0), tokens.shape[1]) for one in seen.counts])
+            self.cache.expect_prompt(seen.counts, start, tokens.shape[1])
             if min(self.cache.row_lengths) + start < self.longest:
                 return read(tokens, start)
             # Nothing is drafted for any of these texts any more, however they go on.

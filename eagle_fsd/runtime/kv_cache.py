@@ -123,8 +123,11 @@ class KVCache:
         self.span = slice(start, start + width) if alike else None
         return self.slots
 
-    def expect_prompt(self, counts: Sequence[int]) -> None:
-        """Note how many tokens of each row the next forward reads. The others are padding."""
+    def expect_prompt(self, lengths: Sequence[int], start: int, width: int) -> None:
+        """Note that the next forward reads `width` tokens of each row's new ones, from number `start` on.
+
+        lengths: how many new tokens each row has. What is past them is padding.
+        """
 
     def expect_level(self, parents: Tensor | None) -> None:
         """Note that the next forward is over one more level [B, K] of growing trees.

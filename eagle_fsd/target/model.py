@@ -320,14 +320,16 @@ class TargetModel:
     ) -> dict[str, Any]:
         """Return the arguments of the decoder's forward."""
         masks = {kind: additive(visible[kind], self.dtype) for kind in self.kinds or (FULL,)}
-        named = {**dict.fromkeys(layer_kinds(self.config)), **masks}  # layers without attention have none
+        mask = next(iter(masks.values()))
+        if len(masks) > 1:  # by kind of layer; those without attention have none
+            mask = {**dict.fromkeys(layer_kinds(self.config)), **masks}
         plan = {}
         if self.flash and (relation is not None or cache.span is not None):
             lengths = cache.lengths.to(torch.int32)
             plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
         return {
             "input_ids": tokens.to(self.input_device),
-            "attention_mask": named if len(masks) > 1 else next(iter(masks.values())),
+            "attention_mask": mask,
             "position_ids": positions,
             cache_argument(type(self.decoder)): cache,
             "use_cache": True,

@@ -97,7 +97,7 @@ class TargetSession:
             chunk = tokens[:, start : start + self.cache.widest]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
-            self.cache.expect_prompt([min(max(one - start, 0), chunk.shape[1]) for one in lengths])
+            self.cache.expect_prompt(lengths, start, chunk.shape[1])
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
             visible = slot_positions[:, None, :] <= slots[:, :, None]
             parts.append(self._run(chunk, slots, visible, slot_positions)[1])

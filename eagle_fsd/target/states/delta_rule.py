@@ -116,13 +116,6 @@ class LevelStates:
     def device(self) -> torch.device:
         return self.tree.start.device
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.tree.added[self.level].rows), *self.tree.start.shape[1:]))
-
-    def new_zeros(self, *sizes: int) -> Tensor:
-        return self.tree.start.new_zeros(*sizes)
-
     def __getitem__(self, chosen: Tensor) -> Tensor:
         """Return the states of some nodes, by their places in the level."""
         return self.tree.state(self.level, chosen)

@@ -6,6 +6,7 @@ of which texts a call has.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def find_mixers(decoder: nn.Module) -> list[nn.Module]:
     return [one for one in found if not any(other in found for other in one.modules() if other is not one)]
 
 
+@functools.cache
 def uses_states(kind: type) -> bool:
     """Return whether a method of a class calls one of the cache's methods for states."""
     members = (member for base in kind.__mro__ for member in vars(base).values())

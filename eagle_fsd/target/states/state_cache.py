@@ -114,7 +114,8 @@ class StateCache(KVCache):
     def nbytes(self) -> int:
         return super().nbytes + sum(state.nbytes for state in self.states.values())
 
-    def expect_prompt(self, counts: Sequence[int]) -> None:
+    def expect_prompt(self, lengths: Sequence[int], start: int, width: int) -> None:
+        counts = [min(max(length - start, 0), width) for length in lengths]
         self._expected, self._path = (StateCache._run_prompt, counts), None
 
     def expect_level(self, parents: Tensor | None) -> None:
