@@ -6,6 +6,7 @@ their sizes. So the sizes are checked in the JSON first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ WIDTHS = (
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 MOST = {**dict.fromkeys(LAYERS, 1024), **dict.fromkeys(WIDTHS, 2**24), **dict.fromkeys(POSITIONS, 2**40)}
 INTEGER = 2**63  # no tensor's size or token id reaches this
+PROCESSOR_TEMPLATE = "chat_template.json"
 SLACK = 16  # weights per byte: more than any format packs, even with shared layers
 
 
@@ -63,8 +65,7 @@ def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"target {name!r} is an encoder-decoder ({kind}): {rule}")
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    causal = remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    causal = is_causal(config) or type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
     # BERT-like models have a causal class too, but attend both ways unless the config sets is_decoder.
     # Real decoders, such as GPT-NeoX, may leave it False, so only models with a masked-LM class are asked.
     both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
@@ -74,6 +75,15 @@ def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
         check_supported(config)
     except ValueError as error:
         raise ValueError(f"target {name!r} cannot be used: {one_line(error, 300)}") from error
+
+
+def is_causal(config: transformers.PreTrainedConfig) -> bool:
+    """Return whether a config's kind has a class that reads text alone.
+
+    Many kinds of models that read images or sound as well have none: their text is written by the whole.
+    """
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    return remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def check_sizes(config: Mapping[str, Any], name: str) -> None:
@@ -143,3 +153,18 @@ def check_tokens(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> 
             f"target {name!r} has a tokenizer without a vocabulary: its tokenizer.json, or such a file, must "
             "be whole; download it again"
         )
+
+
+def template_of_processor(folder: Path) -> str | None:
+    """Return the chat template that lies beside a tokenizer for a processor of images; None: there is none.
+
+    Older repositories have it in a file of its own, which tokenizers do not read.
+    """
+    path = folder / PROCESSOR_TEMPLATE
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return template if isinstance(template, str) else None

@@ -27,9 +27,18 @@ from eagle_fsd.hub.loading.weights_on_disk import unpacking, widening
 from eagle_fsd.hub.quantised_files import check_quantisation
 from eagle_fsd.hub.resolve import TargetSource, name_of_source, resolve_target
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
-from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes, check_tokens
+from eagle_fsd.hub.target_files import (
+    check_decoder,
+    check_folder,
+    check_plausible,
+    check_sizes,
+    check_tokens,
+    is_causal,
+    template_of_processor,
+)
 from eagle_fsd.runtime.ranks import ALONE, Ranks
 from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
+from eagle_fsd.text.chat import take_text
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +172,9 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
     place = widening(source.folder) if widens else contextlib.nullcontext()
     bars = hide_loading_bars(source.gguf_file is not None)
     # transformers would load to torch's default device, which is nobody's choice here.
+    reader = transformers.AutoModelForCausalLM if is_causal(config) else transformers.AutoModelForMultimodalLM
     with torch.device("cpu"), one_line_errors(source.name), bars, place:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = reader.from_pretrained(
             source.folder,
             config=config,
             dtype=settings.dtype,
@@ -282,6 +292,9 @@ def load_tokenizer(
     with one_line_errors(source.name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, **options)
     check_tokens(tokenizer, source.name)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = template_of_processor(source.folder)
+    take_text(tokenizer)
     return tokenizer
 
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.tree import within_chunk, within_window
-from eagle_fsd.files.fingerprints import is_plain, stored
+from eagle_fsd.files.fingerprints import is_plain, stored, weights_of
 from eagle_fsd.target.states.mixers import find_mixers
 
 if TYPE_CHECKING:
@@ -161,17 +161,15 @@ def check_model(model: PreTrainedModel) -> None:
     lm_head = model.get_output_embeddings()
     config = model.config.get_text_config(decoder=True)
     if lm_head is None:
-        raise ValueError(
-            f"target is a {config.model_type!r} model without an lm_head: load it as a causal LM"
-        )
+        raise ValueError(f"target is a {kind!r} model without an lm_head: load it as a causal LM")
     if isinstance(lm_head, nn.ModuleList):
         raise ValueError(
-            f"target is a {config.model_type!r} model with {len(lm_head)} lm_heads: it must write one text; "
+            f"target is a {kind!r} model with {len(lm_head)} lm_heads: it must write one text; "
             "use another target"
         )
     if not isinstance(getattr(config, "hidden_size", None), int):
         raise ValueError(
-            f"target is a {config.model_type!r} model whose config names no hidden_size: drafting reads "
+            f"target is a {kind!r} model whose config names no hidden_size: drafting reads "
             "features of that size; use another target"
         )
     ends = (lm_head, model.get_input_embeddings())
@@ -209,9 +207,15 @@ def vocabulary_size(lm_head: nn.Module) -> int:
 
 
 def weights_read(model: PreTrainedModel) -> list[Tensor]:
-    """Return all weights but input embeddings that are not the lm_head's: few of their rows are read."""
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return [weight for weight in stored(model) if weight is not embeddings or weight is head]
+    """Return the weights that a forward over text reads: the decoder's and the lm_head's.
+
+    Input embeddings that are not the lm_head's are left out: few of their rows are read.
+    """
+    embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    read = {id(weight) for weight in weights_of((decoder_of(model), lm_head))}
+    if lm_head.weight is not embeddings:
+        read.discard(id(embeddings))
+    return [weight for weight in stored(model) if id(weight) in read]
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

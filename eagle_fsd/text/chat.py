@@ -25,6 +25,15 @@ REFUSALS = (
     *(ArithmeticError, RecursionError),
 )
 ASKED = "the prompt or its system message"
+# Stands before a template that takes a message as a list of parts alone: it makes one of a message of text.
+AS_PARTS = (
+    "{%- set listed = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- if message.content is string -%}"
+    "{%- set message = dict(message, content=[{'type': 'text', 'text': message.content}]) -%}{%- endif -%}"
+    "{%- set listed.messages = listed.messages + [message] -%}{%- endfor -%}"
+    "{%- set messages = listed.messages %}"
+)
+PROBE = "a message of text"
 # What stands behind the messages: the beginning of an answer; nothing; or the last one is open, to go on.
 ChatEnd = Literal["waiting", "closed", "open"]
 END = "THE_LAST_MESSAGE_IS_OPEN_HERE"  # where an open message ends; a template takes it for a word of it
@@ -79,6 +88,26 @@ def encode_as_trained(
 def plain_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Return what a model without a chat template reads of a chat: its contents, a blank line between two."""
     return "\n\n".join(message["content"] for message in messages)
+
+
+def take_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a chat template that takes messages as lists of parts alone take them as text as well.
+
+    Templates of models that read images too are often such. Others leave out a message of text or fail.
+    """
+    if not isinstance(template := tokenizer.chat_template, str) or writes_text(tokenizer):
+        return
+    tokenizer.chat_template = AS_PARTS + template
+    if not writes_text(tokenizer):
+        tokenizer.chat_template = template
+
+
+def writes_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes a user's message of text."""
+    try:
+        return PROBE in tokenizer.apply_chat_template([{"role": "user", "content": PROBE}], tokenize=False)
+    except REFUSALS:
+        return False
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

@@ -141,6 +141,9 @@ def tiny_config(kind: str, **own: object) -> PreTrainedConfig:
         if kinds and name in fields and not isinstance(getattr(type(text), stored, None), property):
             every = list(dict.fromkeys(kinds))
             given[name] = [every[place % len(every)] for place in range(LAYERS)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "mrope_section" in rope:  # angles by time, height and width: as many as half a head
+        given["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     given |= {**OWN.get(kind, {}), **own}
     return type(text)(**{name: value for name, value in given.items() if value is not DEFAULT})
 

@@ -1,15 +1,20 @@
 """Every causal language model of the installed transformers: it is refused in one line, or its text is right.
 
-A new class of a later transformers is tried too: where it cannot be built, or is refused, the test fails.
-Then it needs fields in support.every_family, or a reason here.
+So are models that read images or sound as well, and have no class for text alone. A new class of a later
+transformers is tried too: where it cannot be built, or is refused, the test fails. Then it needs fields in
+tests/support, or a reason here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import transformers
 from support.every_family import known_kinds, tiny_family
+from support.media_families import media_kinds, tiny_media_model
 from support.tiny_models import KnowingEngine, greedy_alone
+from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.checks import one_line
@@ -54,6 +59,37 @@ REFUSED = {
     **dict.fromkeys(OWN_WAYS, "its forward takes other caches, masks or positions"),
 }
 ALWAYS = ("llama4_text", "hyperclovax", "moshi", "camembert", "bloom", "musicgen")
+MEDIA_NOT_BUILT = {
+    **dict.fromkeys(("fast_vlm", "perception_lm"), "needs the package timm"),
+    **dict.fromkeys(
+        (
+            *("apertus1p5", "chameleon", "cohere_compass", "deepseek_ocr2", "evolla", "fun_asr_nano"),
+            *("glm5_next", "granite4_vision", "idefics", "inkling2", "inkling2_loop", "janus"),
+            *("kyutai_speech_to_text", "molmo2", "muse_glimmer", "muse_spark", "nemo_speechlm"),
+            *("nemotron_h_omni", "pi0", "qwen2_5_omni", "qwen3_asr", "qwen3_omni_moe", "unlimited_ocr"),
+            "vibevoice_asr",
+        ),
+        "no small one has been built",
+    ),
+    **dict.fromkeys(
+        ("florence2", "t5gemma2", "udop"), "an encoder-decoder, which are refused by their config"
+    ),
+}
+MEDIA_REFUSED = {
+    "blip": "without an lm_head",
+    **dict.fromkeys(
+        (
+            *("blip-2", "diffusion_gemma", "instructblip", "instructblipvideo", "kosmos-2"),
+            "voxtral_realtime",
+        ),
+        "its own forward of a text fails",
+    ),
+    **dict.fromkeys(("hy_v4_vl", "mistral_large4"), "sparse attention cannot"),
+    **dict.fromkeys(("inkling_mm_model", "kosmos-2.5"), "its forward takes other caches, masks or positions"),
+    "paligemma": "its tokens attend to those that follow",
+    **dict.fromkeys(("pix2struct", "pp_formulanet", "vision-encoder-decoder"), "encoder-decoders"),
+}
+MEDIA_ALWAYS = ("aya_vision", "mistral3", "qwen2_5_vl")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +104,19 @@ def test_it_is_refused_in_one_line_or_writes_its_own_text(kind: str) -> None:
         assert (kind in REFUSED) == bool(reason) and REFUSED.get(kind, "") in reason, reason
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=() if one in MEDIA_ALWAYS else pytest.mark.slow) for one in media_kinds()],
+)
+def test_so_is_a_model_that_reads_images_or_sound_too(kind: str) -> None:
+    """Its text, that is: without an image or a sound in the prompt."""
+    if kind in MEDIA_NOT_BUILT:
+        pytest.skip(MEDIA_NOT_BUILT[kind])
+    reason = refusal(kind, tiny_media_model)
+    if RELEASE >= TRIED:
+        assert (kind in MEDIA_REFUSED) == bool(reason) and MEDIA_REFUSED.get(kind, "") in reason, reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [one for one in BERTS if one in known_kinds()])
 def test_so_is_an_encoder_that_was_trained_as_a_decoder(kind: str) -> None:
@@ -76,10 +125,10 @@ def test_so_is_an_encoder_that_was_trained_as_a_decoder(kind: str) -> None:
         assert bool(reason) == (kind != "bert-generation") and "attend to those" not in reason, reason
 
 
-def refusal(kind: str, **own: object) -> str:
+def refusal(kind: str, build: Callable[..., PreTrainedModel] = tiny_family, **own: object) -> str:
     """Return why a model of this kind is refused; "" if it is not, and its text is right."""
     try:
-        model = tiny_family(kind, **own)
+        model = build(kind, **own)
     except Exception as error:
         if RELEASE >= TRIED:
             raise

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.target.architecture import NARROWED
+from eagle_fsd.target.architecture import NARROWED, LogitsTransform
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.session import MaskedForward, TargetSession
@@ -32,6 +32,7 @@ class Candidate(MaskedForward, Protocol):
     config: PreTrainedConfig
     kinds: set[str]
     windows: dict[str, int]
+    logits_transform: LogitsTransform
     flash: bool
     recurrent: bool
     graphs: GraphDecoder | None

@@ -1,0 +1,109 @@
+"""Checkpoints of models that read images or sound as well: they load as targets, and their text is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.media_families import tiny_media_config, tiny_media_model
+from support.tiny_models import greedy_alone
+from support.tiny_tokenizer import tiny_tokenizer
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.hub.target_loader import load_target
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import AS_PARTS, encode_chat, take_text
+
+PROMPT = [5, 9, 33, 7, 5, 9, 33, 7, 5]
+# As in the repositories of SmolVLM and LLaVA: only parts are written.
+BY_FIRST_PART = (
+    "{% for message in messages %}{{ message['role'] + ':' }}"
+    "{% if message['content'][0]['type'] != 'image' %}{{ ' ' }}{% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+BY_FILTER = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}"
+    "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def saved(kind: str, folder: Path) -> Path:
+    tiny_media_model(kind).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["aya_vision", "lfm2_vl", "mistral3", "qwen2_5_vl"])
+def test_a_folder_loads_and_writes_the_models_own_text(kind: str, tmp_path: Path) -> None:
+    engine = EagleFSD.from_pretrained(saved(kind, tmp_path), "none", lookup=True, device="cpu")
+    wanted = greedy_alone(tiny_media_model(kind), [PROMPT], 16)
+    assert engine.generate([PROMPT], max_new_tokens=16, tree=TreeConfig(8, 4, 2)).new_tokens == wanted
+    assert engine.target_alone([PROMPT], max_new_tokens=16).new_tokens == wanted
+
+
+def test_openvino_computes_the_texts_part(tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    folder = saved("qwen2_5_vl", tmp_path)
+    engine = EagleFSD.from_pretrained(folder, "none", lookup=True, device="cpu", runtime="openvino")
+    wanted = greedy_alone(tiny_media_model("qwen2_5_vl"), [PROMPT], 16)
+    assert engine.generate([PROMPT], max_new_tokens=16, tree=TreeConfig(8, 4, 2)).new_tokens == wanted
+
+
+def test_weights_that_text_does_not_read_do_not_count() -> None:
+    model = tiny_media_model("mistral3")
+    text = sum(weight.numel() for weight in (*model.get_decoder().parameters(), model.lm_head.weight))
+    engine = EagleFSD(TargetModel(model), None)
+    assert engine.target.parameter_count == text - model.get_input_embeddings().weight.numel()
+    assert text < sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["pix2struct", "vision-encoder-decoder"])
+def test_an_encoder_decoder_is_refused_by_its_config(kind: str, tmp_path: Path) -> None:
+    tiny_media_config(kind).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is an encoder-decoder .*: it must be a decoder") as caught:
+        load_target(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", [BY_FIRST_PART, BY_FILTER])
+def test_a_template_that_takes_parts_alone_takes_text_too(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    take_text(tokenizer)
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    wanted = "system: be kind\nuser: hello\nassistant:"
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == wanted
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+    assert tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True) == wanted
+    assert encode_chat(tokenizer, chat).tolist() == encode_chat(tokenizer, parts).tolist()
+    opened = encode_chat(tokenizer, [*chat, {"role": "assistant", "content": "well "}], end="open")
+    assert tokenizer.decode(opened[0]).endswith("assistant: well ")
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['role'] }}", "{{ raise_exception('no') }}", None])
+def test_other_templates_stay_as_they_are(template: str | None) -> None:
+    tokenizer = tiny_tokenizer()
+    usual = tokenizer.chat_template
+    take_text(tokenizer)
+    assert tokenizer.chat_template == usual
+    tokenizer.chat_template = template
+    take_text(tokenizer)
+    assert tokenizer.chat_template == template
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps({"chat_template": BY_FILTER}), "{", "[]", '{"chat_template": 1}']
+)
+def test_the_template_of_a_processor_is_read(content: str, tmp_path: Path) -> None:
+    """Only where the tokenizer has none; a broken file is none."""
+    folder = saved("mistral3", tmp_path)
+    (folder / "chat_template.json").write_text(content)
+    own = tiny_tokenizer().chat_template
+    assert load_target(str(folder))[1].chat_template == own
+    (folder / "chat_template.jinja").unlink()
+    wanted = AS_PARTS + BY_FILTER if BY_FILTER[-30:] in json.dumps(content) else None
+    assert load_target(str(folder))[1].chat_template == wanted
