@@ -39,6 +39,7 @@ from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
+from eagle_fsd.target.media.reading import read_media
 from eagle_fsd.target.model import TargetModel
 
 
@@ -183,7 +184,7 @@ class EagleFSD:
         """
         input_ids = as_ids(input_ids)
         started = self._start(input_ids, attention_mask, options, keywords)
-        output = run_to_end(input_ids, started, streamer, self.pad_token_id)
+        output = run_to_end(self.target.media.words(input_ids), started, streamer, self.pad_token_id)
         return output if return_dict_in_generate else output.sequences
 
     def stream(
@@ -245,6 +246,16 @@ class EagleFSD:
         rows = min(batch_size, len(found))
         request = self._request(settled, found, rows)
         return TextStream(self.target, self.drafter, request, settled.seed, rows, settled.tree is None)
+
+    def read_media(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a prompt with images or sound, which the target's towers read now.
+
+        inputs: what the model's own processor makes of one chat: input_ids [1, L], pixel_values and such.
+        Pass the ids to `generate` and the others like those of any prompt; in the places of images they are
+        beyond the vocabulary. Drafts know only that there are images, and the text is exact all the same.
+        Raises ValueError if the target cannot read them.
+        """
+        return read_media(self.target, inputs)
 
     def target_alone(
         self,

@@ -31,6 +31,11 @@ def run_alone(
                 f"{name} is not supported for the target alone: Hugging Face's generate decodes there, with "
                 "the model's own end tokens and without steps; leave it out"
             )
+    if prompts.words != prompts.rows:
+        raise ValueError(
+            "the prompts have images or sound, which the target alone does not read from token ids: call "
+            "Hugging Face's generate with what the processor made, or leave them out"
+        )
     sampling = options.sampling
     seed: Any = settle_seed(options.seed, sampling.greedy, target.ranks)
     require_integer("seed", seed, 0, "any will do", SEED_LIMIT - 1)

@@ -33,10 +33,15 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts to answer. rows: the token ids of each. limits: the most new tokens of each."""
+    """Prompts to answer.
 
-    rows: list[list[int]]
+    rows: the token ids of each. limits: the most new tokens of each. words: the ids as a tokenizer knows
+    them, with placeholders where images and sounds are.
+    """
+
+    rows: Sequence[Sequence[int]]
     limits: list[int]
+    words: Sequence[Sequence[int]]
 
     @classmethod
     def from_padded(
@@ -55,9 +60,10 @@ class Prompts:
         """
         if attention_mask is None:
             attention_mask = infer_mask(input_ids, target.pad_token_id, end_tokens)
-        tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
+        tokens, lengths = unpad(input_ids, attention_mask, target.media.end)
         rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        return cls(rows, limits_of(target, rows, max_new_tokens, "row {} of the batch"))
+        limits = limits_of(target, rows, max_new_tokens, "row {} of the batch")
+        return cls(rows, limits, list(map(target.media.words_of, rows)))
 
     @classmethod
     def from_lists(
@@ -89,18 +95,20 @@ class Prompts:
                         f"it has shape {list(ids.shape[1:])}: it must be the token ids of one text, [L]; "
                         "pass every row for itself"
                     )
-                tokens, _ = unpad(ids, None, target.vocab_size)
+                tokens, _ = unpad(ids, None, target.media.end)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
             rows += tokens.tolist()
         if not rows:
             raise ValueError("prompts is empty: give the token ids of one at least")
-        return cls(rows, limits_of(target, rows, max_new_tokens, "prompt {}"))
+        limits = limits_of(target, rows, max_new_tokens, "prompt {}")
+        return cls(rows, limits, list(map(target.media.words_of, rows)))
 
     def repeated(self, copies: int) -> Prompts:
         """Return the prompts with each `copies` times in a row."""
         places = [place for place in range(len(self)) for _ in range(copies)]
-        return Prompts([self.rows[place] for place in places], [self.limits[place] for place in places])
+        rows, words = ([part[place] for place in places] for part in (self.rows, self.words))
+        return Prompts(rows, [self.limits[place] for place in places], words)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -207,9 +215,10 @@ class TokenLogprob(NamedTuple):
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt: its token ids. stream: of random numbers, if it goes through a Scheduler. top_logprobs: how
-    many likeliest tokens `logprobs` has for each of the new tokens; None: it has nothing. stopper: may end it
-    early. new_tokens: what it has emitted. failure: why it ended with the finish reason FAILED.
+    prompt: its token ids. words: see Prompts; empty: they are the same. stream: of random numbers, if it goes
+    through a Scheduler. top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens;
+    None: it has nothing. stopper: may end it early. new_tokens: what it has emitted. failure: why it ended
+    with the finish reason FAILED.
     """
 
     number: int
@@ -223,6 +232,7 @@ class Text:
     new_tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     failure: Exception | None = None
+    words: Sequence[int] = ()
     _processor: TextProcessor | None = None
 
     @property
@@ -230,7 +240,7 @@ class Text:
         """What changes the logits of its next tokens, in the state that its new tokens have brought about."""
         if self._processor is None:
             terms = self.terms
-            self._processor = TextProcessor(terms.processing, self.prompt, terms.eos_token_ids)
+            self._processor = TextProcessor(terms.processing, self.words or self.prompt, terms.eos_token_ids)
         mine = self._processor
         mine.add(self.new_tokens[len(mine.text) - mine.prompt_length :])
         return mine
@@ -257,7 +267,7 @@ class Request:
 
     prompts: the token ids of each, one at least; limits: the most new tokens of each. observer: sees every
     step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none. prompt_cache: for a
-    single text, or for those of `generate_many`.
+    single text, or for those of `generate_many`. words: see Prompts; for each prompt, or none.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -271,6 +281,7 @@ class Request:
     logprobs: int | None = None
     stoppers: Sequence[Stopper] = ()
     prompt_cache: PromptCache | None = None
+    words: Sequence[Sequence[int]] = ()
 
     @property
     def longest_text(self) -> int:
@@ -281,8 +292,9 @@ class Request:
         """Return the texts of the rows, none of which has a token yet."""
         terms = Terms(tuple(self.eos_token_ids), self.rule, self.sampling, self.processing)
         stoppers: Sequence[Stopper | None] = self.stoppers or [None] * len(self.prompts)
-        rows = zip(self.prompts, self.limits, stoppers, strict=True)
+        rows = zip(self.prompts, self.limits, stoppers, self.words or self.prompts, strict=True)
+        top = self.logprobs
         return [
-            Text(number, limit, terms, prompt=prompt, top_logprobs=self.logprobs, stopper=stopper)
-            for number, (prompt, limit, stopper) in enumerate(rows)
+            Text(number, limit, terms, prompt=prompt, top_logprobs=top, stopper=stopper, words=words)
+            for number, (prompt, limit, stopper, words) in enumerate(rows)
         ]

@@ -25,12 +25,13 @@ WIDEST = 512  # tokens of a row in a forward on a CPU, which bounds the mask to 
 class SavedRow:
     """The first slots of one row of a cache, in memory of their own.
 
-    parts: by layer or by size of heads. states: of recurrent layers, if there are any.
+    parts: by layer or by size of heads. states: of recurrent layers, if there are any. marks: see KVCache.
     """
 
     slots: int
     parts: Mapping[int, tuple[Tensor, ...]]
     states: Mapping[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    marks: Sequence[tuple[int, int]] = ()
 
     @property
     def slots_of_states(self) -> int:
@@ -53,7 +54,8 @@ class KVCache:
     have room for; the rows still running are always the first ones. row_limits: how many slots the text of
     each row needs at most; None: unknown. Capacity does not double beyond the most of them. step: views are
     multiples of it and writes go by index, so that a recorded forward serves other lengths too; 0: views end
-    where the tokens end.
+    where the tokens end. marks: by row, slots from which on positions are so far beyond slots, in order; most
+    texts have none. shifts: [B] int64, how far they are beyond them at each row's length.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
@@ -69,6 +71,9 @@ class KVCache:
         self.span: slice | None = None  # the slots as one slice if all rows have the same ones
         self.row_lengths = [0] * batch
         self.lengths = self._all_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.marks: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
+        self.row_shifts = [0] * batch
+        self.shifts = self._all_shifts = torch.zeros_like(self.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +99,7 @@ class KVCache:
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         """Forget the texts and make all rows ready for new ones, which need at most `limit` slots each."""
-        self.row_limits = [limit] * self.rows
+        self._begin_rows(limit)
         for buffers in self.layers.values():
             for buffer in buffers:
                 buffer.zero_()  # a text with NaN logits may have left NaN here; see `update`
@@ -137,6 +142,14 @@ class KVCache:
 
     def expect_tree(self, parents: Tensor, depths: Tensor) -> None:
         """Note that the next forward is over trees; see DraftTree."""
+
+    def shift_at(self, row: int, slot: int) -> int:
+        """Return how far the position of a token of text in a slot is beyond the slot."""
+        return next((shift for start, shift in reversed(self.marks[row]) if start <= slot), 0)
+
+    def note_shift(self, row: int, slot: int, shift: int) -> None:
+        """Note how far the positions of a row's tokens are beyond their slots, from this slot on."""
+        self.marks[row] = [*(mark for mark in self.marks[row] if mark[0] < slot), (slot, shift)]
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -200,7 +213,7 @@ class KVCache:
         """
         lengths = [self.row_lengths[row] for row in rows]
         count, used, index = len(lengths), max(lengths), on_device(rows, self.device)
-        self.row_limits = [self.row_limits[row] for row in rows]
+        self._select_limits(rows)
         for layer, buffers in self.layers.items():
             index = index.to(buffers[0].device)
             if count > self.rows:
@@ -213,6 +226,7 @@ class KVCache:
         if count > self.rows:
             self.rows, self.buffers = count, object()
             self._all_lengths = torch.zeros(count, dtype=torch.int64, device=self.device)
+            self._all_shifts = torch.zeros_like(self._all_lengths)
         self._set_lengths(lengths)
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
@@ -234,7 +248,7 @@ class KVCache:
             layer: tuple(buffer[row, :, :count].clone() for buffer in buffers)
             for layer, buffers in self.layers.items()
         }
-        return SavedRow(count, parts)
+        return SavedRow(count, parts, marks=self.marks[row])
 
     def load_row(self, row: int, saved: SavedRow, count: int) -> None:
         """Let a row hold the first `count` of a saved row's slots, and nothing else."""
@@ -242,6 +256,7 @@ class KVCache:
         for layer, news in saved.parts.items():
             for buffer, new in zip(self._layer(layer, news), news, strict=True):
                 buffer[row, :, :count] = new[:, :count]
+        self.marks[row] = [mark for mark in saved.marks if mark[0] <= count]
         self._set_lengths_of([row], [count])
 
     def grow(self, capacity: int) -> None:
@@ -281,6 +296,10 @@ class KVCache:
         # In place: a recorded forward reads the address that it was recorded with.
         self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
         self.row_lengths = lengths
+        shifts = [self.shift_at(row, length) for row, length in enumerate(lengths)]
+        if shifts != self.row_shifts:
+            self.shifts = self._all_shifts[: len(lengths)].copy_(on_device(shifts, self.device))
+            self.row_shifts = shifts
 
     def _make_room(self, end: int) -> None:
         """Grow if there are fewer than `end` slots: to twice the capacity, but not beyond the limit."""
@@ -288,10 +307,19 @@ class KVCache:
             double = 2 * self.capacity  # doubling keeps the number of reallocations small
             self.grow(max(end, double if self.limit is None else min(double, self.limit)))
 
+    def _begin_rows(self, limit: int | None) -> None:
+        """Let all rows have this limit, and no marks."""
+        self.row_limits, self.marks = [limit] * self.rows, [[] for _ in range(self.rows)]
+
+    def _select_limits(self, rows: Sequence[int]) -> None:
+        """Keep the limits and marks of these rows, in this order."""
+        self.row_limits = [self.row_limits[row] for row in rows]
+        self.marks = [self.marks[row] for row in rows]
+
     def _take_limits(self, rows: Sequence[int], other: KVCache) -> None:
-        """Let these rows have the limits of another cache's rows, one for each."""
-        for row, limit in zip(rows, other.row_limits, strict=True):
-            self.row_limits[row] = limit
+        """Let these rows have the limits and marks of another cache's rows, one for each."""
+        for row, limit, marks in zip(rows, other.row_limits, other.marks, strict=True):
+            self.row_limits[row], self.marks[row] = limit, marks
 
     def _round_up(self, slots: int) -> int:
         return slots if not self.step else -(-slots // self.step) * self.step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +53,13 @@ from eagle_fsd.target.graph_decoder import GraphDecoder, read_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
 from eagle_fsd.target.kept.kept_model import KeptModel, whole
 from eagle_fsd.target.kept.outline import Outline, class_names, outline_of
+from eagle_fsd.target.media.table import MediaTable
 from eagle_fsd.target.states.mixers import find_mixers
 from eagle_fsd.target.states.state_cache import StateCache
 from eagle_fsd.target.taps import TappedDecoder, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 
 class TargetModel:
@@ -70,10 +68,11 @@ class TargetModel:
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
     logits. max_positions: the longest text, prompt included. kinds: of its attention. recurrent: whether
-    layers have states. stepper: how the parts of a step are run. ranks: the processes that hold a part of it
-    each. pages: whether its graphs may attend over pages. Draft models need False: pages show a token all
-    slots before its own. ignored_defaults: options of the model's generation_config that are not applied
-    here, such as typical_p. The model itself is never changed, not even temporarily.
+    layers have states. media: the images and sounds in prompts. stepper: how the parts of a step are run.
+    ranks: the processes that hold a part of it each. pages: whether its graphs may attend over pages. Draft
+    models need False: pages show a token all slots before its own. ignored_defaults: options of the model's
+    generation_config that are not applied here, such as typical_p. The model itself is never changed, not
+    even temporarily.
     """
 
     def __init__(
@@ -99,6 +98,7 @@ class TargetModel:
         self.windows = window_sizes(self.config)
         self.logits_transform = logits_transform(self.config)
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
+        self.media = MediaTable.of(model, self.vocab_size)
         self._tapped: dict[tuple[int, ...], TappedDecoder] = {}
         self._admitted_taps: set[tuple[int, ...]] = set()
         self.graphs: GraphDecoder | None = None
@@ -270,8 +270,8 @@ class TargetModel:
             return self.graphs.features(tokens, positions, masks, cache)
         # A decoder that the user compiled keeps the attention that it was compiled with.
         compiled = self.decoder._compiled_call_impl is not None and not self.recurrent
-        inputs = self._inputs(tokens, positions, masks, cache, relation)
-        output = (self.decoder if compiled else self._masked_decoder)(**inputs)
+        decoder = self.decoder if compiled else self._masked_decoder
+        output = decoder(**self._inputs(tokens, positions, masks, cache, relation))
         return output.last_hidden_state.to(self.device)
 
     def tapped_features(
@@ -325,14 +325,14 @@ class TargetModel:
             mask = {**dict.fromkeys(layer_kinds(self.config)), **masks}
         plan = {}
         if self.flash and (relation is not None or cache.span is not None):
-            lengths = cache.lengths.to(torch.int32)
-            plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
+            plan["flash_plan"] = FlashPlan(masks[FULL], cache.lengths.to(torch.int32), relation)
         return {
             "input_ids": tokens.to(self.input_device),
             "attention_mask": mask,
             "position_ids": positions,
             cache_argument(type(self.decoder)): cache,
             "use_cache": True,
+            **self.media.arguments(tokens, positions, cache, relation, self.held.get_input_embeddings()),
             **plan,
         }
 

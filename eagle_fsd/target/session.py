@@ -12,6 +12,7 @@ from eagle_fsd.core.tree import DraftTree, ancestors, visible_slots
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import Stepper
+from eagle_fsd.target.media.table import MediaTable
 
 
 class MaskedForward(Protocol):
@@ -23,6 +24,7 @@ class MaskedForward(Protocol):
     hidden_size: int
     max_positions: int
     vocab_size: int
+    media: MediaTable
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -103,6 +105,10 @@ class TargetSession:
             parts.append(self._run(chunk, slots, visible, slot_positions)[1])
         self.cache.advance(lengths)
         return torch.cat(parts, dim=1)
+
+    def words(self, tokens: Tensor) -> Tensor:
+        """Return tokens [...] as drafters know them: with placeholders where images and sounds are."""
+        return self.target.media.words(tokens)
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the target's logits [B, n, V] float32 of features [B, n, d]."""

@@ -29,7 +29,7 @@ def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, draft
     counts = [length - 1 for length in lengths]
     features = read_prompts(tokens[:, :-1], counts, target)
     lists = list_next_tokens(target, features, counts, drafter.needs)
-    drafter.begin(Seen(tokens, lengths, features_before(features, drafter), lists))
+    drafter.begin(Seen(target.words(tokens), lengths, features_before(features, drafter), lists))
     last = on_device(counts, tokens.device)[:, None]
     return tokens.gather(1, last)[:, 0]
 
@@ -114,7 +114,8 @@ class PromptReader:
         if not self.left:
             known = torch.cat(self._features, dim=1)
             lists = list_next_tokens(self.target, known, [known.shape[1]], self.drafter.needs)
-        seen = Seen(tokens, [tokens.shape[1]], before if self.drafter.needs.features else None, lists)
+        words = self.target.words(tokens)
+        seen = Seen(words, [tokens.shape[1]], before if self.drafter.needs.features else None, lists)
         if self._begun and isinstance(self.drafter, Resumable):
             self.drafter.read_on(seen)
         else:

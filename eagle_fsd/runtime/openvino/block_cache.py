@@ -121,7 +121,7 @@ class BlockCache(KVCache):
 
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
-        self.row_limits = [limit] * self.rows
+        self._begin_rows(limit)
         for store in self.stores.values():
             store[:, : self._touched].zero_()  # the others have never been in memory
         self._touched = 0
@@ -196,7 +196,8 @@ class BlockCache(KVCache):
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Let lengths and limits be those of these rows, whose keys and values have moved."""
-        self.rows, self.row_limits = len(rows), [self.row_limits[row] for row in rows]
+        self.rows = len(rows)
+        self._select_limits(rows)
         self._all_lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
         self._set_lengths([self.row_lengths[row] for row in rows])
 

@@ -225,6 +225,7 @@ class Worker:
         self._number += 1
         job.stats = GenerationStats()
         text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream, job.top_logprobs)
+        text.words = self.model.target.media.words_of(job.prompt)
         try:
             if job.stopping is not None:
                 text.stopper = make_stopper(job.written.tokenizer, *job.stopping)

@@ -1,0 +1,1 @@
+"""Images and sound in prompts."""

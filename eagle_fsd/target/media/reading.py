@@ -1,0 +1,227 @@
+"""Lets a target's towers read a prompt's images and sounds, and tests that the prompt is then read right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.devices import refuse_lack_of_memory
+from eagle_fsd.core.padding import as_ids
+from eagle_fsd.files.fingerprints import digest_tensors
+from eagle_fsd.target.admission.reasons import FORWARD_ERRORS
+from eagle_fsd.target.admission.small_tree import difference_of_logits, tolerance
+from eagle_fsd.target.architecture import decoder_of
+from eagle_fsd.target.media.table import AT_PLACES, BY_LAYER, Media
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+# Arguments of a decoder's forward that are looked at, or say nothing of the prompt.
+KNOWN = {
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache"),
+    *("use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"),
+    *("mm_token_type_ids", "token_type_ids", AT_PLACES, BY_LAYER),
+}
+REMEDY = "leave images and sound out, or use another target"
+
+
+@torch.inference_mode()
+def read_media(target: TargetModel, inputs: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of a prompt with images or sound, which the target's towers read now.
+
+    inputs: what the model's processor made of one chat: input_ids [1, L], and pixel_values and such. The ids
+    in the places of images are beyond the vocabulary. The first prompt is read whole as well, as a test.
+    Raises ValueError if the target cannot read them.
+    """
+    if target.graphs is not None or target.ranks.several:
+        where = "on several ranks" if target.ranks.several else "with OpenVINO"
+        raise ValueError(
+            f"images and sound are not read {where}: torch must compute them in one process; load the target "
+            "with runtime='torch'"
+        )
+    tokens, given = split_inputs(target, inputs)
+    parts = (one for _, one in sorted(given.items()) if isinstance(one, Tensor))
+    key = digest_tensors(part for part in parts if part.shape != tokens.shape)  # the text around may differ
+    found = target.media.find(key)
+    if found is not None and int((where := is_place(tokens, found)).sum()) == len(found.words):
+        return numbered(tokens, where, found)
+    seen, logits = run_towers(target, tokens, given)
+    where = (seen["inputs_embeds"] != own_embeddings(target, tokens)).any(-1).cpu()
+    if not bool(where.any()):
+        raise ValueError("the inputs have no place for an image or a sound: generate from their input_ids")
+    media = media_of(target, tokens, where, seen)
+    found = target.media.add(key, *media)
+    ids = numbered(tokens, where, found)
+    if logits is not None:
+        check_reading(target, ids, logits)
+        target.media.admitted = True
+    return ids
+
+
+def split_inputs(target: TargetModel, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the token ids [1, L] of a processor's output, and all that it holds of images and sound."""
+    if "input_ids" not in inputs:
+        raise ValueError(
+            "the inputs have no input_ids: they must be what the model's processor makes of a chat"
+        )
+    tokens = as_ids(inputs["input_ids"]).cpu()
+    mask = inputs.get("attention_mask")
+    if tokens.ndim != 2 or len(tokens) != 1 or (mask is not None and not bool(torch.as_tensor(mask).all())):
+        raise ValueError(
+            f"input_ids has shape {list(tokens.shape)}: images are read with one prompt at a time, [1, L], "
+            "without padding; call read_media for each"
+        )
+    if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
+        raise ValueError(
+            f"input_ids holds {int(tokens.min())}..{int(tokens.max())}: token ids must be in "
+            f"0..{target.vocab_size - 1}; use the target's own processor"
+        )
+    others = {name: one for name, one in inputs.items() if name not in ("input_ids", "attention_mask")}
+    return tokens, others
+
+
+def run_towers(
+    target: TargetModel, tokens: Tensor, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Run the whole model up to its decoder, and return what that is given.
+
+    Until a prompt with media passed the test it is run to its end, and its last logits [1, V] are returned.
+    """
+    decoder = shallow(decoder_of(target.model))
+    model = with_part(target.model, decoder_of(target.model), decoder)
+    forward, seen, admitted = decoder.forward, dict[str, Any](), target.media.admitted
+
+    def note(*args: Any, **inputs: Any) -> Any:
+        seen.update(inputs)
+        if args:
+            raise TypeError("its decoder is called by place")
+        if admitted:
+            raise Reached
+        return forward(**inputs)
+
+    vars(decoder)["forward"] = note
+    device = target.input_device
+    placed = {name: on_tower(one, device, target.dtype) for name, one in given.items()}
+    kind = target.model.config.model_type
+    try:
+        mask = torch.ones_like(tokens)
+        output = model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False, **placed)
+        return seen, output.logits[0, -1:].float()
+    except Reached:
+        return seen, None
+    except FORWARD_ERRORS as error:
+        refuse_lack_of_memory(f"target {kind!r}", error)
+        raise ValueError(
+            f"target {kind!r} does not read these inputs ({one_line(error, 200)}): they must be what its own "
+            "processor makes of a chat; check them"
+        ) from error
+
+
+def with_part(model: nn.Module, part: nn.Module, replacement: nn.Module) -> nn.Module:
+    """Return a copy of a model with another module in the place of a part, which shares all other modules.
+
+    The towers are the model's own: transformers notes on a module that it has prepared it.
+    """
+    if model is part:
+        return replacement
+    made = shallow(model)
+    for name, child in model._modules.items():
+        if child is not None and any(one is part for one in child.modules()):
+            made._modules[name] = with_part(child, part, replacement)
+    return made
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parts are the module's own, but may be replaced."""
+    made = object.__new__(type(module))
+    vars(made).update({**vars(module), "_modules": dict(module._modules)})
+    return made
+
+
+def on_tower(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a value of a processor's output on a device, pixels and such in a dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() and value.ndim > 1 else value.to(device)
+
+
+class Reached(Exception):  # it is no error
+    """Ends a forward where the decoder begins."""
+
+
+def media_of(target: TargetModel, tokens: Tensor, where: Tensor, seen: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the fields of Media, without its first id, of what a decoder was given for a prompt [1, L]."""
+    kind = target.model.config.model_type
+    unknown = {name for name, one in seen.items() if isinstance(one, Tensor | list | tuple)} - KNOWN
+    if unknown:
+        raise ValueError(
+            f"target {kind!r} tells its layers of images by {min(unknown)}, which is not known here: {REMEDY}"
+        )
+    if sees_ahead(seen.get("attention_mask")):
+        raise ValueError(
+            f"target {kind!r} lets the places of an image attend to those that follow: all must attend to "
+            f"what is before them alone; {REMEDY}"
+        )
+    positions = seen.get("position_ids")
+    length = tokens.shape[1]
+    usual = torch.arange(length)
+    axes = usual[None] if positions is None else positions.reshape(-1, length).cpu()  # [A, L]
+    words = ~where[0]
+    shifts = filled(axes[0] - usual, words)
+    if bool((axes != axes[:1])[:, words].any()) or (not target.media.by_axes and bool((axes != usual).any())):
+        raise ValueError(f"target {kind!r} gives text positions by rules that are not known here: {REMEDY}")
+    offsets = (axes - usual - shifts)[:, where[0]].T
+    behind = shifts[-1] if words[-1] else axes.max() + 1 - length
+    turns = (torch.cat((shifts[1:], behind[None])) - shifts)[where[0]]
+    layers = [part.to(target.input_device) for part in seen.get(BY_LAYER) or ()]
+    embeddings = seen["inputs_embeds"][where.to(seen["inputs_embeds"].device)]
+    return tokens[where], embeddings, offsets, turns, tuple(layers)
+
+
+def filled(shifts: Tensor, words: Tensor) -> Tensor:
+    """Return shifts [L] with that of the last word before it in the place of each that is no word."""
+    last = torch.where(words, torch.arange(len(words)), -1).cummax(0).values
+    return torch.where(last >= 0, shifts[last.clamp(min=0)], 0)
+
+
+def sees_ahead(mask: Any) -> bool:
+    """Return whether an attention mask of a decoder's layers lets a token see one that follows it."""
+    if isinstance(mask, Mapping):
+        return any(map(sees_ahead, mask.values()))
+    if not isinstance(mask, Tensor) or mask.ndim < 4:
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return bool(seen.triu(1).any())
+
+
+def is_place(tokens: Tensor, media: Media) -> Tensor:
+    """Return which tokens [1, L] are placeholders of these media."""
+    return torch.isin(tokens, media.words)
+
+
+def numbered(tokens: Tensor, where: Tensor, media: Media) -> list[int]:
+    """Return tokens [1, L] with the ids of the places of media where they are."""
+    ids: list[int] = tokens.masked_scatter(where, torch.arange(media.first, media.end))[0].tolist()
+    return ids
+
+
+def own_embeddings(target: TargetModel, tokens: Tensor) -> Tensor:
+    """Return the model's own embeddings of tokens [1, L]."""
+    embed = target.model.get_input_embeddings()
+    embedded: Tensor = embed(tokens.to(target.input_device))
+    return embedded
+
+
+def check_reading(target: TargetModel, ids: list[int], wanted: Tensor) -> None:
+    """Raise ValueError unless a prompt with media gives the logits [1, V] that the whole model gave."""
+    session = TargetSession(target, 1, len(ids))
+    features = session.prefill(torch.tensor([ids], device=target.device), [len(ids)])
+    difference = difference_of_logits(session.logits(features[:, -1:])[0], wanted.to(target.device))
+    if not difference < tolerance(target):
+        raise ValueError(
+            f"target {target.model.config.model_type!r} reads a prompt with images otherwise than its own "
+            f"forward does ({difference:.2g}, relative): they must agree; {REMEDY}"
+        )
