@@ -21,6 +21,7 @@ from eagle_fsd.cli.flags.server import api_key
 from eagle_fsd.cli.mistakes import raise_user_errors
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.serve import build_parser, check_arguments, load, require_packages
+from eagle_fsd.serving.entry.request_ids import HEADER
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -32,7 +33,10 @@ ARGUMENTS = ("replicas", "flags", "cpus")
 
 
 class NamesReplica:
-    """ASGI middleware that says in a header which replica answered."""
+    """ASGI middleware that says in a header which replica answered.
+
+    The request's id is left to Ray's proxy, which says the same one itself.
+    """
 
     def __init__(self, app: ASGIApp, name: str) -> None:
         self.app, self.header = app, (b"x-replica", name.encode())
@@ -40,7 +44,8 @@ class NamesReplica:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), self.header]}
+                kept = [one for one in message.get("headers", ()) if one[0] != HEADER.encode()]
+                message = {**message, "headers": [*kept, self.header]}
             await send(message)
 
         await self.app(scope, receive, named)

@@ -30,6 +30,7 @@ from eagle_fsd.serving.choices import Choice, Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
 from eagle_fsd.serving.entry.gate import Gate
 from eagle_fsd.serving.entry.json_body import JsonRoute
+from eagle_fsd.serving.entry.request_ids import HEADER, RequestIds
 from eagle_fsd.serving.errors import FAILED, SERVER, ApiError, json_response, of_status, of_validation
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.prompts import PromptReader
@@ -65,6 +66,7 @@ PAGE_HEADERS = {  # the page loads nothing from elsewhere, and no other page may
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
+READ_BY_CLIENTS = (HEADER, "retry-after", "x-should-retry")  # which a browser hides unless they are named
 CLIENT_GONE = 499  # nobody reads it; it is counted
 
 
@@ -125,6 +127,7 @@ class Service:
                     tell=feed.teller(place),
                     wants_origins=body.wants_origins,
                     top_logprobs=body.top_tokens,
+                    request_id=request.state.request_id,
                 )
                 for place, prompt in enumerate(texts)
             ]
@@ -223,8 +226,14 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         answered=lambda scope, status: service.metrics.answered(route_of(app, scope), status),
     )
     if settings.cors_origins:
-        origins = list(settings.cors_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=READ_BY_CLIENTS,
+        )
+    app.add_middleware(RequestIds)  # around all others, whose answers have an id too
     return app
 
 
@@ -331,6 +340,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return of_status(error.status_code, request.method, path, error.headers, routes).response()
 
     @app.exception_handler(Exception)
-    async def unexpected(_request: Request, _error: Exception) -> Response:
-        # The web server logs the error with its traceback; see of_failure.
-        return ApiError(500, FAILED, "internal_server_error", kind=SERVER).response()
+    async def unexpected(request: Request, _error: Exception) -> Response:
+        # This answer is made around RequestIds. The web server logs the traceback; see of_failure.
+        name = request.state.request_id
+        logger.error("%s failed, by what nothing foresaw", name)
+        return ApiError(500, FAILED, "internal_server_error", kind=SERVER, headers={HEADER: name}).response()

@@ -26,8 +26,10 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, url: str, verbose: bool = False) -> None:
+        level = "info" if verbose else "warning"
+        # RequestIds logs the requests, with their ids.
         config = uvicorn.Config(
-            app, http=HttpProtocol, log_level="info" if verbose else "warning", server_header=False
+            app, http=HttpProtocol, log_level=level, server_header=False, access_log=False
         )
         super().__init__(config)
         self.service, self.url, self.hurried = app.state.service, url, False

@@ -47,7 +47,7 @@ def test_the_openai_client_reads_everything(server: tuple[str, Any]) -> None:
     expected = text_alone(chat_ids(), max_new_tokens=20)
     answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=20, temperature=0)
     assert answer.choices[0].message.content == expected and answer.usage.completion_tokens == 20
-    assert answer.model_extra["timings"]["tau"] > 1
+    assert answer.model_extra["timings"]["tau"] > 1 and answer._request_id.startswith("req_")
     stream = client.chat.completions.create(
         **{**LONG, "max_tokens": 20}, stream=True, stream_options={"include_usage": True}
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from eagle_fsd.serving.entry.request_ids import HEADER, new_id
 from eagle_fsd.serving.errors import ApiError, no_json, too_large, unknown_host, unknown_key
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvico
         error = ApiError(400, "this is no HTTP request: send HTTP/1.1 without TLS", code="invalid_http")
         body = json.dumps(error.body).encode()
         lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json", f"content-length: {len(body)}"]
-        head = "\r\n".join([*lines, "connection: close", "", ""]).encode()
+        head = "\r\n".join([*lines, f"{HEADER}: {new_id()}", "connection: close", "", ""]).encode()
         self.transport.write(head + body)
         self.transport.close()
 

@@ -42,7 +42,7 @@ class Job:
     """One text that is served.
 
     prompt: token ids. stream: of random numbers. written: what was shown of it. tell: called in the worker's
-    thread for all news. wants_origins: whether pieces say how their tokens came.
+    thread for all news. wants_origins: whether pieces say how their tokens came. request_id: for the log.
     """
 
     prompt: Sequence[int]
@@ -53,6 +53,7 @@ class Job:
     tell: Callable[[News], None]
     wants_origins: bool = False
     top_logprobs: int | None = None  # see Text
+    request_id: str = ""
     stats: GenerationStats = field(default_factory=GenerationStats)
     clock: Clock = field(default_factory=Clock)
     token_ids: list[int] = field(default_factory=list)

@@ -250,9 +250,10 @@ class Worker:
         try:
             self._hand_on(text, tokens, now)
         except Exception as error:  # a text that cannot be shown ends alone
-            logger.exception("a text could not be handed on")
-            if text in self._texts:
-                self._retire(text, self._texts[text], News(error=of_failure(error)))
+            job = self._texts.get(text)
+            logger.exception("a text could not be handed on: %s", job.request_id if job else "it has ended")
+            if job is not None:
+                self._retire(text, job, News(error=of_failure(error)))
 
     def _hand_on(self, text: Text, tokens: list[int], now: float) -> None:
         job = self._texts[text]
@@ -336,6 +337,7 @@ class Worker:
             del self._texts[text]  # now: what could not begin anew is still among those that must be told
             guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
             if text not in untouched and guilty:
+                logger.error("that ended a text of %s", job.request_id)
                 self._end(job, News(error=of_failure(error)))
             else:
                 self._admit(job)
