@@ -198,7 +198,7 @@ def is_type_name(part: object) -> bool:
     """Whether a part of pydantic's place is a member of a union, such as `str` or `list[int]`."""
     return isinstance(part, str) and bool(
         re.match(
-            r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|(Named|Called)Tool$|"
+            r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|(Named|Allowed)Tools?$|"
             r"(Text|Item)Part$|(Message|Call|Result)Item$)",
             part,
         )

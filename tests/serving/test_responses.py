@@ -294,6 +294,13 @@ def test_calls_and_results_go_back_as_they_came(template: str) -> None:
         n = json.loads(called.arguments)
         told = {"type": "function_call_output", "call_id": called.call_id, "output": "done"}
         turns = [{"role": "user", "content": "Pick."}, called.model_dump(exclude_none=True), told]
+        listed = [{"type": "function", "name": "pick"}]
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": listed}
+        asked |= {"tool_choice": allowed, "parallel_tool_calls": False}
+        again = respond(client, **asked, input="Pick.")
+        assert again.tool_choice.model_dump() == allowed
+        assert again.usage.input_tokens == first.usage.input_tokens
+        assert (again.output[0].name, again.output[0].arguments) == (called.name, called.arguments)
         found = respond(client, input=turns, tools=TOOLS, tool_choice="none")
         made = {"name": "pick", "arguments": json.dumps(n)}
         messages = [
@@ -444,8 +451,11 @@ def test_what_names_a_client_changes_nothing(name: str) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"previous_response_id": "x"}, "previous_response_id", "send the earlier turns in input"),
         ({"tools": [{"type": "web_search"}]}, "tools", "has one of type 'web_search'"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice",
-         "is of type 'allowed_tools'"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "is of type 'web_search'"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools",
+         "at least 1 item"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "x"}]}}, "tool_choice", "not in tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.name", "is missing"),
         ({"metadata": {"anItem": 5}}, "metadata.anItem", "should be a valid string"),
         ({"metadata": {"anItem": "x" * 513}}, "metadata.anItem", "at most 512 characters"),

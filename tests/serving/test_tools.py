@@ -45,6 +45,11 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """Return the tool_choice that offers these functions alone."""
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(function, names))}}
+
+
 TOOLS = [
     function("greet", description="Greet somebody.", parameters=PERSON),
     function("now"),
@@ -174,6 +179,29 @@ def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) ->
             assert calls[0]["name"] == "pick" and calls[0]["id"].startswith("call_")
             require_call("pick", calls[0]["arguments"])
         assert len(names) > 1
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_functions_those_that_are_allowed_are_offered(mode: str, template: str) -> None:
+    """The answer is the one that a request with these functions alone gets."""
+    written = as_call("pick", {"n": 1})
+    defaults = Defaults(processing=writes(written))
+    with running(settings(defaults=defaults), schema_engine(template=template)) as (url, _):
+        client = client_of(url)
+        for names in (("now",), ("now", "pick")):
+            own = [tool for tool in TOOLS if tool["function"]["name"] in names]
+            alone = ask(client, tools=own, tool_choice=mode)
+            found = ask(client, tools=TOOLS, tool_choice=allowed(mode, *names))
+            assert found.usage.prompt_tokens == alone.usage.prompt_tokens
+            (answer,), (expected,) = found.choices, alone.choices
+            calls, wanted = ((one.message.tool_calls or ()) for one in (answer, expected))
+            assert [one.function for one in calls] == [one.function for one in wanted]
+            assert answer.message.content == expected.message.content
+            if mode == "auto":
+                assert [one.function.name for one in calls] == (["pick"] if "pick" in names else [])
+            else:
+                assert {one.function.name for one in calls} <= set(names) and calls
 
 
 def test_arguments_are_an_object_whatever_their_schema_leaves_open(client: openai.OpenAI) -> None:
@@ -438,7 +466,16 @@ PICK = {"type": "function", "function": {"name": "pick"}}
         ({"tools": [function("x", parameters={"enum": [1]})], "tool_choice": "required"}, "tools", "types"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "sometimes"),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice.type", "allowed_tools"),
+        ({"tool_choice": {"type": "custom"}, "tools": TOOLS}, "tool_choice", "is of type 'custom'"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice.allowed_tools",
+         "is missing"),
+        ({"tool_choice": allowed("sometimes", "now"), "tools": TOOLS}, "tool_choice.allowed_tools.mode",
+         "'auto' or 'required'"),
+        ({"tool_choice": allowed("auto"), "tools": TOOLS}, "tool_choice.allowed_tools.tools",
+         "at least 1 item"),
+        ({"tool_choice": allowed("auto", "now", "fly"), "tools": TOOLS}, "tool_choice",
+         "'fly', which is not in tools"),
+        ({"tool_choice": allowed("auto", "now")}, "tool_choice", "without tools"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function", "is missing"),
         ({"tool_choice": PICK, "tools": TOOLS[:1]}, "tool_choice", "'pick', which is not in tools"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),

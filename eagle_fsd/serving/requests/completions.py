@@ -10,14 +10,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Body, Chat, Decoding, Endable
+from eagle_fsd.serving.tools.choice import AllowedTools, NamedTool, ToolChoice, Word
 from eagle_fsd.serving.tools.fields import (
     Function,
     Message,
     Messages,
-    NamedTool,
     ResponseFormat,
     Strict,
-    ToolChoice,
     Tools,
 )
 
@@ -130,7 +129,15 @@ class ChatRequest(Endable, Chat, Generation):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
-    def call_choice(self) -> Literal["none", "auto", "required"] | None:
+    def allowed(self) -> Sequence[str] | None:
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.name for tool in self.tool_choice.allowed_tools.tools]
+        return None
+
+    @property
+    def call_choice(self) -> Word | None:
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode
         return "required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     @property

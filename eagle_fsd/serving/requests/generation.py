@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,7 @@ from eagle_fsd.serving.requests.unsupported import (
     Table,
     drop_what_asks_for_nothing,
 )
+from eagle_fsd.serving.tools.choice import Word
 from eagle_fsd.serving.tools.fields import (
     Function,
     Message,
@@ -285,5 +286,10 @@ class Chat(Templated, Decoding):
 
     @property
     @abstractmethod
-    def call_choice(self) -> Literal["none", "auto", "required"] | None:
+    def allowed(self) -> Sequence[str] | None:
+        """The names of the functions that are offered; None: all are."""
+
+    @property
+    @abstractmethod
+    def call_choice(self) -> Word | None:
         """Whether functions are called; None: the request does not say."""

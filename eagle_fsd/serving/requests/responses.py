@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
@@ -17,11 +17,11 @@ from eagle_fsd.serving.requests.unsupported import (
     WITHOUT_EFFECT_RESPONSES,
     Table,
 )
+from eagle_fsd.serving.tools.choice import ByKind, FunctionName, RequireChoice, Word
 from eagle_fsd.serving.tools.fields import (
     ANY_OBJECT,
     MOST_FUNCTIONS,
     Function,
-    FunctionName,
     Message,
     Strict,
     at_most,
@@ -42,15 +42,6 @@ def require_functions(tools: Any) -> Any:
     return tools
 
 
-def require_function(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") != "function":
-        raise ValueError(
-            f"tool_choice is of type {format_json(choice.get('type'))}: it must name a function, or be none, "
-            "auto or required; send one of these"
-        )
-    return choice
-
-
 def require_short_names(metadata: dict[str, str]) -> dict[str, str]:
     if long := next((name for name in metadata if len(name) > LONGEST_NAME), None):
         raise ValueError(
@@ -62,12 +53,6 @@ def require_short_names(metadata: dict[str, str]) -> dict[str, str]:
 
 class FunctionTool(Function):
     """A function, with its fields beside its type."""
-
-    type: Literal["function"]
-
-
-class CalledTool(FunctionName):
-    """tool_choice: this function is called."""
 
     type: Literal["function"]
 
@@ -108,12 +93,36 @@ Metadata = Annotated[  # OpenAI's limits
     at_most(16),
     AfterValidator(require_short_names),
 ]
-ToolChoice = Annotated[Literal["none", "auto", "required"] | CalledTool, BeforeValidator(require_function)]
 FunctionTools = Annotated[
     list[FunctionTool],
     Field(fail_fast=True, max_length=MOST_FUNCTIONS),
     BeforeValidator(require_functions),
     AfterValidator(require_different),
+]
+
+
+class CalledTool(FunctionName):
+    """tool_choice: this function is called."""
+
+    type: Literal["function"]
+
+
+class AllowedTools(Strict):
+    """tool_choice: only these functions are offered. mode, tools: see Allowance."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[FunctionTools, Field(min_length=1)]
+
+
+ToolChoice = Annotated[
+    Annotated[
+        Annotated[Word, Tag("str")]
+        | Annotated[CalledTool, Tag("NamedTool")]
+        | Annotated[AllowedTools, Tag("AllowedTools")],
+        ByKind,
+    ],
+    RequireChoice,
 ]
 
 
@@ -169,7 +178,15 @@ class ResponsesRequest(Chat):
         return self.tool_choice.name if isinstance(self.tool_choice, CalledTool) else None
 
     @property
-    def call_choice(self) -> Literal["none", "auto", "required"] | None:
+    def allowed(self) -> Sequence[str] | None:
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.name for tool in self.tool_choice.tools]
+        return None
+
+    @property
+    def call_choice(self) -> Word | None:
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.mode
         return "required" if isinstance(self.tool_choice, CalledTool) else self.tool_choice
 
     @property

@@ -177,17 +177,6 @@ class Tool(Cacheable):
         return self.function.name
 
 
-class FunctionName(Strict):
-    name: str
-
-
-class NamedTool(Strict):
-    """tool_choice: this function is called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 def require_different(tools: Sequence[Any]) -> Sequence[Any]:
     names = [tool.name for tool in tools]
     if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
@@ -196,7 +185,6 @@ def require_different(tools: Sequence[Any]) -> Sequence[Any]:
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_FUNCTIONS), AfterValidator(require_different)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def require_parts(name: str | None, value: Any, types: Sequence[str | None]) -> None:

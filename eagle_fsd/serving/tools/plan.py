@@ -47,15 +47,17 @@ def plan_tools(request: Chat, known: CallFormat) -> ToolPlan | None:
     known: what the model's chat template has. Raises ApiError for what cannot be done with it.
     """
     offered, choice = request.functions, request.call_choice or "auto"
-    if not offered and choice == "required":
+    named = request.allowed if request.called is None else [request.called]
+    if not offered and (choice == "required" or named is not None):
         raise wrong_value("tool_choice without tools: send tools, or leave it out", "tool_choice")
     if choice == "none" or not offered:
         return None
-    if request.called is not None:
-        offered = [one for one in offered if one.name == request.called]
-        if not offered:
-            named = format_value(request.called)
-            raise wrong_value(f"tool_choice names {named}, which is not in tools: add it", "tool_choice")
+    if named is not None:
+        known_names = [one.name for one in offered]
+        if (missing := next((one for one in named if one not in known_names), None)) is not None:
+            said = format_value(missing)
+            raise wrong_value(f"tool_choice names {said}, which is not in tools: add it", "tool_choice")
+        offered = [one for one in offered if one.name in named]
     if request.form is not None and request.form.kind != "json_schema":
         name = request.form_name
         message = (
