@@ -107,7 +107,7 @@ class TreeChooser:
         if target.ranks.several:
             self.machine["ranks"] = target.ranks.size
         self.known: dict[str, Any] = {}  # by key: all that this process has measured, read or chosen
-        self.announced = False
+        self.announced = self.told_busy = False
         self.may_measure = True
         self.goes_on: Callable[[], bool] | None = None  # what ends a measurement that nobody waits for
         self.may_remember = True  # whether choices may be: all measurements so far were reliable
@@ -255,7 +255,8 @@ class TreeChooser:
     def is_idle(self, spread: float) -> bool:
         """Say whether the machine had no other work while it timed repeats that disagree by `spread`."""
         self.check(spread)
-        if spread > BUSY:
+        if spread > BUSY and not self.told_busy:  # one choice takes several measurements
+            self.told_busy = True
             logger.warning(
                 "the machine is busy (other work slows timings down by about %.0f %%): this choice is not "
                 "remembered, and the next start measures again",

@@ -326,6 +326,17 @@ def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
     assert measured[4:] == ["measure_forwards"] and "busy" not in caplog.text
 
 
+def test_a_machine_that_stays_busy_is_named_once(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forwards, and then what a step costs beside them, are both timed."""
+    fake_clock(monkeypatch, measured, 1.0, waited=0.5)
+    found, _ = fake_measurement("measure_overhead")
+    monkeypatch.setattr(tree_chooser, "measure_overhead", lambda *_: (found, 2 * timing.BUSY))
+    choose(engine())
+    assert caplog.text.count("the machine is busy") == 1
+
+
 def test_a_machine_whose_cores_are_taken_is_busy_though_its_times_agree(
     measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
