@@ -285,9 +285,9 @@ def main() -> None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
     except KeyboardInterrupt:
-        from eagle_fsd.core.checks import report_interrupt  # only here, as above
+        from eagle_fsd.core.process.signals import report_interrupt  # only here, as above
 
         sys.exit(report_interrupt())
     found = report["differences"]

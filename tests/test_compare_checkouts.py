@@ -155,7 +155,21 @@ def test_both_sides_compute_in_the_format_that_is_named(
     assert run(monkeypatch, *arguments, "--weight-format", "packed") == 0
     assert capfd.readouterr().out.endswith("\nno differences\n")
     assert run(monkeypatch, *arguments) == 2
-    assert "missing 1 required positional argument: 'weight_format'" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "missing 1 required positional argument: 'weight_format'" in said
+    last = said.splitlines()[-1]
+    assert last.startswith("compare_checkouts.py: error: the worker of") and "usage:" not in said
+
+
+def test_an_interrupt_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "run", interrupted)
+    assert run(monkeypatch, "--base", "a", "--new", "b") == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_two_equal_checkouts(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
+from typing import NoReturn
 
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.devices import ran_out_of_memory
@@ -113,23 +114,28 @@ def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
 
 @contextmanager
 def mistakes_on_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Report what a user can fix as the parser's own error; exit code 2.
+    """Report what a user can fix in one line, as the other programs do; exit code 2.
 
-    That is a ValueError or OSError within, lack of memory, and logits that are not finite.
+    That is a ValueError or OSError within, lack of memory, and logits that are not finite. Flags that cannot
+    be parsed are the parser's own errors, above which it shows how it is used.
     """
+
+    def report(said: str) -> NoReturn:
+        parser.exit(EXIT_USAGE, f"{parser.prog}: error: {said}\n")
+
     try:
         yield
     except (ValueError, OSError, FloatingPointError) as error:
-        parser.error(one_line(error))
+        report(one_line(error))
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        parser.error(f"out of memory: {one_line(error, 120)}; give smaller batches, or a smaller dtype")
+        report(f"out of memory: {one_line(error, 120)}; give smaller batches, or a smaller dtype")
 
 
 @contextmanager
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Iterator[argparse.Namespace]:
-    """Parse the arguments; what is found to be wrong with them within is reported as by the parser.
+    """Parse the arguments; what is found to be wrong with them within is reported in one line.
 
     All of a command's work belongs within: Ctrl-C ends it with one line there. Rows that it wrote stay.
     """

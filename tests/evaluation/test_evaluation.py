@@ -245,8 +245,8 @@ def test_a_mistake_is_one_line_before_any_model_is_loaded(
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "eval" / name), run_name="__main__")
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert message in last and last.startswith(f"{name}: error: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and line.startswith(f"{name}: error: ")
 
 
 @pytest.mark.parametrize("name", ["measure_tau", "sweep", "calibrate", "speed", "weight_formats"])
@@ -405,7 +405,8 @@ def test_memory_that_ends_in_a_command_is_one_line(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as end, parsed(plain_parser("A command."), []):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert end.value.code == 2
-    assert "error: out of memory: CUDA out of memory" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: out of memory: CUDA out of memory" in line
     with pytest.raises(RuntimeError, match="a fault"), parsed(plain_parser("A command."), []):
         raise RuntimeError("a fault")
 
