@@ -38,7 +38,7 @@ from eagle_fsd.training.data.conversations import (
     self_prompts,
     user_opening,
 )
-from eagle_fsd.training.data.prompts import gather_prompts, without_overlap
+from eagle_fsd.training.data.prompts import gather_prompts, usable_prompts, without_overlap
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 ENDS = [5, 17, 30, 31]
@@ -432,15 +432,21 @@ def test_what_a_row_asks(row: dict[str, Any], prompt: str | None) -> None:
     assert find_prompt(row) == prompt
 
 
-def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
+def test_prompts_come_from_files_once_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "a.jsonl").write_text(
         '{"prompt": "x"}\n{"prompt": " "}\n{"prompt": "\\ud83d"}\n{"question": "y"}\n{"prompt": "z"}\n'
     )
     (tmp_path / "b.txt").write_text("x\n")
     (tmp_path / "c.jsonl").write_text('{"turns": ["y"]}\n{"prompt": "v"}\n')
     files = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")]
-    assert gather_prompts(files) == ["x", "y", "z", "v"]
-    assert gather_prompts(files, limit=4) == ["x", "y", "v"]
+    assert usable_prompts(gather_prompts(files)) == ["x", "y", "z", "v"]
+    assert caplog.messages == [
+        "1 prompts left out: they hold half a character",
+        "1 prompts left out: they are blank",
+        "2 prompts left out: repeated",
+    ]
+    assert usable_prompts(gather_prompts(files, limit=4)) == ["x", "y", "v"]
     with pytest.raises(ValueError, match=r"gone\.jsonl: cannot be read"):
         gather_prompts([tmp_path / "gone.jsonl"])
 
@@ -694,6 +700,25 @@ def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         run_command("synthesize", line)
     assert output.read_text() == before
+
+
+def test_the_last_line_accounts_for_every_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts, held = tmp_path / "p.jsonl", tmp_path / "held.txt"
+    asked = [*PROMPTS, PROMPTS[0], " ", "one two three four five six seven eight", "long " * 99]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    held.write_text(asked[-2])
+    use_tiny_target(monkeypatch)
+    caplog.set_level("INFO")
+    line = f"--base-model tiny --prompts {prompts} --exclude {held} --output {tmp_path}/answers.jsonl"
+    run_command("synthesize", f"{line} --max-new-tokens 4 --max-prompt-tokens 99")
+    last = caplog.messages[-1]
+    assert "answers.jsonl: 5 conversations of 9 prompts, " in last
+    assert last.endswith(
+        "; 2 left out (blank, broken or repeated); 1 left out (for --exclude); 1 left out (too long or with "
+        "an empty answer)"
+    )
 
 
 def test_files_beside_the_rows_have_the_whole_name() -> None:

@@ -39,7 +39,7 @@ from eagle_fsd.training.data.conversations import (
     answer_prompts,
     self_prompts,
 )
-from eagle_fsd.training.data.prompts import gather_prompts, without_overlap
+from eagle_fsd.training.data.prompts import gather_prompts, usable_prompts, without_overlap
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,8 @@ def write(args: argparse.Namespace) -> None:
         seed=args.seed,
         system=args.system,
     )
-    given = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
+    read = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
+    given = usable_prompts(read)
     if not given and args.self_prompts < 1:
         files = f" in {', '.join(map(str, args.prompts))}" if args.prompts else ""
         raise ValueError(f"no prompts{files}: give --prompts, --dataset or --self-prompts")
@@ -162,7 +163,20 @@ def write(args: argparse.Namespace) -> None:
     record = provenance() | {"base_model": source.name, "rows": len(rows)}
     write_atomically(beside(args.output, ".provenance.json"), json.dumps(record, indent=1) + "\n")
     complete = sum(row["complete"] for row in rows)
-    logger.info("%s: %d conversations, %d of them ended by the target", args.output, len(rows), complete)
+    usable = len(given) + len(written)
+    left_out_for = {
+        "blank, broken or repeated": len(read) + args.self_prompts - usable,
+        "for --exclude": usable - len(prompts),
+        "too long or with an empty answer": len(prompts) - len(rows),
+    }
+    logger.info(
+        "%s: %d conversations of %d prompts, %d of them ended by the target%s",
+        args.output,
+        len(rows),
+        len(read) + args.self_prompts,
+        complete,
+        "".join(f"; {count} left out ({why})" for why, count in left_out_for.items() if count),
+    )
 
 
 def beside(path: Path, ending: str) -> Path:

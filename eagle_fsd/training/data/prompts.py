@@ -21,7 +21,7 @@ def gather_prompts(
     limit: int | None = None,
     config: str | None = None,
 ) -> list[str]:
-    """Read the prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
+    """Read the prompts of files and of a data set of the Hub, at most `limit` of each.
 
     split: of the data set; None is train. config: which of the data set's configurations.
     """
@@ -35,10 +35,20 @@ def gather_prompts(
         prompts += read_prompts(path)[:limit]
     if dataset is not None:
         prompts += dataset_prompts(dataset, split or "train", limit, config)
+    return prompts
+
+
+def usable_prompts(prompts: Sequence[str]) -> list[str]:
+    """Return those that are whole and not blank, each once. What is left out is counted."""
     whole = [prompt for prompt in prompts if find_half_character(prompt) is None]
     if len(whole) < len(prompts):
         logger.warning("%d prompts left out: they hold half a character", len(prompts) - len(whole))
-    return list(dict.fromkeys(prompt for prompt in whole if prompt.strip()))
+    said = [prompt for prompt in whole if prompt.strip()]
+    once = list(dict.fromkeys(said))
+    for left_out, why in ((len(whole) - len(said), "they are blank"), (len(said) - len(once), "repeated")):
+        if left_out:
+            logger.info("%d prompts left out: %s", left_out, why)
+    return once
 
 
 def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
