@@ -7,7 +7,6 @@ import atexit
 import logging
 import os
 import signal
-import warnings
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -41,11 +40,10 @@ def load_model(args: argparse.Namespace) -> EagleFSD:
     """Load the engine that the flags name. Messages of the libraries stay off unless --verbose is given."""
     if not args.verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported: progress bars
-    import transformers
-
     from eagle_fsd.core.devices import resolve_device, resolve_dtype
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.hub.loading.options import LoadOptions
+    from eagle_fsd.hub.loading.progress import hide_notes_of_libraries
     from eagle_fsd.hub.resolve import DEFAULT_TARGET
 
     resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
@@ -53,10 +51,7 @@ def load_model(args: argparse.Namespace) -> EagleFSD:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("eagle_fsd").setLevel(logging.INFO)
     else:
-        transformers.utils.logging.set_verbosity_error()
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every product in bfloat16
-        # What transformers will change in itself is no news to whoever asks a question.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        hide_notes_of_libraries()
     base_model = DEFAULT_TARGET if args.base_model is None else args.base_model
     options = LoadOptions(**{field.name: getattr(args, field.name) for field in fields(LoadOptions)})
     return EagleFSD.from_pretrained(base_model, args.ea_model, options)

@@ -17,6 +17,7 @@ from eagle_fsd.core.process.streams import discard_stdout, outlive_stderr, tell
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.tasks.base import require_range
+from eagle_fsd.hub.loading.progress import hide_notes_of_libraries
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
 from eagle_fsd.text.chat import encode_as_trained
 
@@ -140,6 +141,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Itera
     All of a command's work belongs within: Ctrl-C ends it with one line there. Rows that it wrote stay.
     """
     arguments = parser.parse_args(argv)
+    hide_notes_of_libraries()
     try:
         with mistakes_on_one_line(parser), outlive_stderr():
             yield arguments

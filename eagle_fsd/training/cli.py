@@ -19,6 +19,7 @@ from eagle_fsd.core.devices import multiplies_bfloat16, ran_out_of_memory, resol
 from eagle_fsd.core.process.signals import report_interrupt
 from eagle_fsd.core.process.streams import outlive_stderr
 from eagle_fsd.drafting.eagle_config import LARGEST
+from eagle_fsd.hub.loading.progress import hide_notes_of_libraries
 from eagle_fsd.runtime.ranks import rank_by_environment
 from eagle_fsd.training.data.examples import Example, check_rows, load_examples, require_cut
 from eagle_fsd.training.data.shards import shard_counts
@@ -46,6 +47,7 @@ def report(
 ) -> int:
     """Do a command's work, with its progress and its errors on stderr, and return the exit code."""
     args = parser.parse_args(argv)
+    hide_notes_of_libraries()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it notes what it does with fonts
     try:

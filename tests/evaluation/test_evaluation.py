@@ -6,15 +6,17 @@ import argparse
 import errno
 import io
 import json
+import logging
 import runpy
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, NonFiniteLogits, TreeConfig
@@ -34,6 +36,7 @@ from eagle_fsd.evaluation.rows import read_rows, sole_writer
 from eagle_fsd.hub import save_head
 from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training import cli as training
 
 ROOT = Path(__file__).parents[2]
 TREE = TreeConfig(16, 5, 3)
@@ -409,6 +412,27 @@ def test_memory_that_ends_in_a_command_is_one_line(capsys: pytest.CaptureFixture
     assert "error: out of memory: CUDA out of memory" in line
     with pytest.raises(RuntimeError, match="a fault"), parsed(plain_parser("A command."), []):
         raise RuntimeError("a fault")
+
+
+def end_parsed() -> None:
+    with parsed(plain_parser("A command."), []):
+        pass
+
+
+@pytest.mark.parametrize(
+    "run", [end_parsed, lambda: training.run_command(plain_parser("A command."), lambda _: None, [])]
+)
+def test_notes_of_libraries_are_not_for_who_runs_a_command(run: Callable[[], None]) -> None:
+    """Such as transformers' of recurrent layers, that "the fast path is not available"."""
+    library = transformers.utils.logging
+    before = library.get_verbosity()
+    try:
+        library.set_verbosity_warning()
+        run()
+        notes = library.get_logger("transformers.models.mamba.modeling_mamba")
+        assert not notes.isEnabledFor(logging.WARNING) and notes.isEnabledFor(logging.ERROR)
+    finally:
+        library.set_verbosity(before)
 
 
 def test_logits_that_are_not_finite_end_a_command_as_they_end_generate(

@@ -25,6 +25,7 @@ from eagle_fsd.evaluation.gpu.bench import Bench, Findings, LeftOut
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.loading.progress import hide_notes_of_libraries
 
 Part = Callable[[Bench], Findings]
 FRAMES = 4  # of a traceback that are kept, the innermost ones
@@ -52,6 +53,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         said = f"no CUDA device: torch {torch.__version__} sees none, so nothing was checked; "
         parser.exit(2, f"{parser.prog}: {said}--device cpu runs what a CPU can show\n")
+    hide_notes_of_libraries()
     with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
         with mistakes_on_one_line(parser):
             for name in arguments.only or ():

@@ -1,4 +1,7 @@
-"""Tells people at a terminal what takes a while. In a pipe or a file bars are shown only on demand."""
+"""Tells people at a terminal what takes a while. In a pipe or a file bars are shown only on demand.
+
+Notes of libraries are for who works on programs, and not for who runs them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 
 import transformers
@@ -20,6 +24,17 @@ logger = logging.getLogger(__name__)
 def wants_progress_bars() -> bool:
     """Return whether to show progress bars: not in a pipe or a file, unless the user asks for them."""
     return sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is False
+
+
+def hide_notes_of_libraries() -> None:
+    """Hide what libraries note while they work, such as a kernel that would be faster, from a program's user.
+
+    Errors are shown.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every product in bfloat16
+    # What transformers will change in itself is no news to whoever asks a question.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 def show_progress(text: str) -> None:

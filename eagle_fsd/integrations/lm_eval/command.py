@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
     try:
         import eagle_fsd.integrations.lm_eval.model  # noqa: F401  # registers the model
+        from eagle_fsd.hub.loading.progress import hide_notes_of_libraries
 
+        hide_notes_of_libraries()
         logging.basicConfig(format="%(message)s")
         logging.getLogger("eagle_fsd").setLevel(logging.INFO)
         from lm_eval.__main__ import cli_evaluate
