@@ -264,6 +264,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
+        if not name:  # a slash at the end, which this route would have in place of a redirection
+            return await models()
         service.require_model(name)
         return service.card
 

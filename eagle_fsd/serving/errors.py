@@ -226,6 +226,8 @@ def remedy_of(path: str, routes: Sequence[str]) -> str:
     versioned = [route for route in routes if route.startswith("/v1/")]
     if ends := [route for route in versioned if path.endswith(route.removeprefix("/v1"))]:
         return f"{max(ends, key=len)} is one; end the client's base URL with /v1, right behind the port"
+    if (bare := path.removeprefix("/v1")) in routes and bare != "/":
+        return f"{bare} is one; leave /v1 out"
     if path.startswith(("/v1/responses/", "/v1/conversations", "/v1/chat/completions/")):
         return "no answer is stored; send all turns with each request"
     if path.startswith("/v1/"):

@@ -563,6 +563,7 @@ def test_models_are_listed(client: TestClient) -> None:
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert card == client.get(f"/v1/models/{NAME}").json()
+    assert client.get("/v1/models/").json() == listed
     assert (card["id"], card["object"], card["max_model_len"]) == (NAME, "model", 256)
 
 

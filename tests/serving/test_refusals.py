@@ -135,6 +135,8 @@ def test_an_unknown_field_is_refused_with_the_one_that_is_meant(
         ("/chat/completions", "/v1/chat/completions is one; end the client's base URL with /v1"),
         ("/v1/v1/responses", "/v1/responses is one; "),
         (f"{CHATS}/chat/completions", "/v1/chat/completions is one; "),
+        ("/v1/tokenize", "/tokenize is one; leave /v1 out"),
+        ("/v1/health", "/health is one; leave /v1 out"),
         ("/v1/embeddings", "it writes texts alone; ask another server"),
         ("/v1/responses/resp_1", "no answer is stored; send all turns"),
         ("/api/generate", "/openapi.json lists them"),
