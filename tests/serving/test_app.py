@@ -120,6 +120,26 @@ def test_several_choices_draw_from_streams_of_their_own(client: TestClient) -> N
     assert found == texts
 
 
+def test_several_choices_stream_with_stops_and_logprobs_as_they_come_whole(client: TestClient) -> None:
+    asked = {"max_tokens": 12, "temperature": 1, "seed": 3, "n": 3, "logprobs": True, "top_logprobs": 1}
+    first = post(client, **asked).json()["choices"][0]["message"]["content"]
+    asked["stop"] = [first[5:7], "nothing says this"]
+    whole = post(client, **asked).json()["choices"]
+    assert {choice["finish_reason"] for choice in whole} == {"stop", "length"}
+    found = [{"text": "", "logprobs": [], "reason": None} for _ in whole]
+    for chunk in events(post(client, stream=True, **asked)):
+        (choice,) = chunk["choices"]
+        mine = found[choice["index"]]
+        assert mine["reason"] is None, "nothing comes behind the end"
+        mine["text"] += choice["delta"].get("content", "")
+        mine["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+        mine["reason"] = choice["finish_reason"]
+    for mine, choice in zip(found, whole, strict=True):
+        assert (mine["text"], mine["reason"]) == (choice["message"]["content"], choice["finish_reason"])
+        names = [one["token"] for one in choice["logprobs"]["content"]]
+        assert [one["token"] for one in mine["logprobs"]] == names
+
+
 @pytest.mark.parametrize("prompt", ["Hello", ["Hello", "Bye"], [5, 6, 7], [[5, 6, 7], [8]]])
 def test_completions_continue_texts_and_token_ids(client: TestClient, prompt: Any) -> None:
     body = post(client, "/v1/completions", prompt=prompt, n=2, max_tokens=10, temperature=1, seed=2).json()
