@@ -99,6 +99,16 @@ def kill(replica: str) -> None:
 
 
 @pytest.mark.slow
+def test_an_answer_says_its_requests_id_once(url: str) -> None:
+    """Ray's proxy adds the header, also where the answer has it already."""
+    for given in ({}, {"X-Request-Id": "mine"}):
+        client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        client.request("GET", "/health", headers=given)
+        ids = [value for name, value in client.getresponse().getheaders() if name.lower() == "x-request-id"]
+        assert len(ids) == 1 and ids[0] == given.get("X-Request-Id", ids[0])
+
+
+@pytest.mark.slow
 def test_a_killed_replica_loses_what_was_on_it_and_nothing_else(url: str) -> None:
     client = Client(url, timeout=60)
     requests = draw_requests(1, 20, ("plain", "sampled"), 8, 60)
