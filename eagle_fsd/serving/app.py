@@ -16,7 +16,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 
 from eagle_fsd.core.checks import format_value
@@ -28,6 +27,7 @@ from eagle_fsd.serving.answers.logprobs import LogprobTables
 from eagle_fsd.serving.answers.responses import ResponseAnswer
 from eagle_fsd.serving.choices import Choice, Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
+from eagle_fsd.serving.entry.cors import let_pages_call
 from eagle_fsd.serving.entry.gate import Gate
 from eagle_fsd.serving.entry.json_body import JsonRoute
 from eagle_fsd.serving.entry.request_ids import HEADER, RequestIds
@@ -66,7 +66,6 @@ PAGE_HEADERS = {  # the page loads nothing from elsewhere, and no other page may
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
-READ_BY_CLIENTS = (HEADER, "retry-after", "x-should-retry")  # which a browser hides unless they are named
 CLIENT_GONE = 499  # nobody reads it; it is counted
 
 
@@ -210,7 +209,14 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         if settings.at_end is not None:
             await asyncio.to_thread(settings.at_end)
 
-    app = FastAPI(title="eagle_fsd", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="eagle_fsd",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"description": "An error in OpenAI's form"}},  # else FastAPI tells of its own, 422
+    )
     app.state.service = service
     app.router.route_class = JsonRoute
     add_routes(app, service)
@@ -226,13 +232,7 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         answered=lambda scope, status: service.metrics.answered(route_of(app, scope), status),
     )
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=READ_BY_CLIENTS,
-        )
+        let_pages_call(app, settings.cors_origins)
     app.add_middleware(RequestIds)  # around all others, whose answers have an id too
     return app
 

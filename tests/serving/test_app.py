@@ -573,9 +573,18 @@ def test_other_pages_may_call_only_where_that_is_said(client: TestClient) -> Non
             in other.get("/v1/models", headers={"origin": "http://there"}).headers
         )
         assert other.options(URL, headers={**asks, "origin": "http://elsewhere"}).status_code == 400
+        # Some browsers ask this of a page of the internet that calls a private address.
+        private = {**asks, "access-control-request-private-network": "true"}
+        assert other.options(URL, headers=private).status_code == 200
 
 
 # -- other routes ----------------------------------------
+
+
+def test_openapi_tells_of_the_errors_that_there_are(client: TestClient) -> None:
+    found = client.get("/openapi.json").json()
+    assert set(found["paths"][URL]["post"]["responses"]) == {"200", "4XX"}
+    assert "HTTPValidationError" not in found["components"]["schemas"]
 
 
 def test_models_are_listed(client: TestClient) -> None:

@@ -73,7 +73,7 @@ def test_the_log_names_a_request_and_what_failed(
 ) -> None:
     caplog.set_level(logging.INFO, logger="eagle_fsd")
     client.get("/v1/models/a%0Ab", headers={HEADER: "first"})
-    assert caplog.messages == ["first: GET /v1/models/a%0Ab: 404"]
+    assert caplog.messages == ["first: GET /v1/models/a%0Ab from testclient: 404"]
     with monkeypatch.context() as broken:
         broken.setattr(Scheduler, "step", lambda _: 1 / 0)
         body = {"messages": CHAT}

@@ -36,10 +36,11 @@ class RequestIds:
         given = dict(scope["headers"]).get(HEADER.encode(), b"")
         name = given.decode() if CLIENTS_OWN.fullmatch(given) else new_id()
         scope.setdefault("state", {})["request_id"] = name
+        asked = scope["method"], quote(scope["path"]), (scope.get("client") or ("nobody",))[0]
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                logger.info("%s: %s %s: %d", name, scope["method"], quote(scope["path"]), message["status"])
+                logger.info("%s: %s %s from %s: %d", name, *asked, message["status"])
                 headers = [*message.get("headers", ()), (HEADER.encode(), name.encode())]
                 message = {**message, "headers": headers}
             await send(message)
