@@ -38,9 +38,11 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.pair import load_pair
+from eagle_fsd.hub.media.processor import has_media, process_chat
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.media.reading import read_media
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import encode_chat
 
 
 class EagleFSD:
@@ -53,6 +55,7 @@ class EagleFSD:
     for callers. base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of
     drafts; None means the target's. head_folder: has the head's calibration. lookup: draft with tokens
     that the text repeats as well; without a head, with them and the target's own earlier distributions.
+    processor: of images and sound, for `read_chat`.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class EagleFSD:
         head_dtype: torch.dtype | None = None,
         head_folder: str | os.PathLike[str] | None = None,
         lookup: bool = False,
+        processor: Any = None,
     ) -> None:
-        self.target, self.tokenizer = target, tokenizer
+        self.target, self.tokenizer, self.processor = target, tokenizer, processor
         self.drafter = spec_for(head, target, head_dtype or target.dtype)
         self.head = self.drafter.head if isinstance(self.drafter, EagleSpec) else None
         if lookup:
@@ -97,7 +101,7 @@ class EagleFSD:
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
         sources = (pair.base_model, pair.ea_model, pair.head_dtype, pair.folder)
-        return cls(pair.target, pair.head, pair.tokenizer, *sources, pair.lookup)
+        return cls(pair.target, pair.head, pair.tokenizer, *sources, pair.lookup, pair.processor)
 
     def __repr__(self) -> str:
         drafts = "none" if self.drafter is None else self.drafter.name
@@ -247,15 +251,17 @@ class EagleFSD:
         request = self._request(settled, found, rows)
         return TextStream(self.target, self.drafter, request, settled.seed, rows, settled.tree is None)
 
-    def read_media(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a prompt with images or sound, which the target's towers read now.
+    def read_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """Return the token ids of a chat that waits for its answer, and let the target see its images.
 
-        inputs: what the model's own processor makes of one chat: input_ids [1, L], pixel_values and such.
-        Pass the ids to `generate` and the others like those of any prompt; in the places of images they are
-        beyond the vocabulary. Drafts know only that there are images, and the text is exact all the same.
-        Raises ValueError if the target cannot read them.
+        messages: {"role", "content"}. A content is a text or a list of parts, as the model's processor takes
+        them: {"type": "text", "text": "What is this?"}, {"type": "image", "image": "cat.png"}. template:
+        arguments of the chat template. In the places of images the ids are beyond the vocabulary; `generate`
+        and the others take them. Drafts do not see images; texts are exact all the same.
         """
-        return read_media(self.target, inputs)
+        if not has_media(messages):
+            return encode_chat(self.tokenizer, messages, template)[0].tolist()
+        return read_media(self.target, process_chat(self.processor, messages, template))
 
     def target_alone(
         self,

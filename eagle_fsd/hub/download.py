@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken",
 )  # fmt: skip
 CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # A plain file name, which cannot reach another folder on any system.
 PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
 OFFLINE = "is not in the cache, or not whole: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
@@ -58,7 +59,7 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
     """
     code = ["*.py"] if trust_remote_code else []
     whole = [SAFETENSORS_NAME, SAFETENSORS_INDEX] if weights else []
-    beside = [*CHAT_FILES, *TOKENIZER_FILES, *code, *whole]
+    beside = [*CHAT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES, *code, *whole]
     folder = download_config(repo, revision, beside, "target", repo)
     if not weights:
         return folder

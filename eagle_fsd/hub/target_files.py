@@ -27,6 +27,9 @@ WIDTHS = (
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 MOST = {**dict.fromkeys(LAYERS, 1024), **dict.fromkeys(WIDTHS, 2**24), **dict.fromkeys(POSITIONS, 2**40)}
 INTEGER = 2**63  # no tensor's size or token id reaches this
+# Kinds that have a class for text alone beside one for their whole, and the latter's names.
+WITH_TOWERS = ("qwen3_5", "qwen3_5_moe")
+WHOLE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 PROCESSOR_TEMPLATE = "chat_template.json"
 SLACK = 16  # weights per byte: more than any format packs, even with shared layers
 
@@ -84,6 +87,17 @@ def is_causal(config: transformers.PreTrainedConfig) -> bool:
     """
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     return remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def reader_of(config: transformers.PreTrainedConfig) -> Any:
+    """Return the class of transformers that reads a checkpoint: with its towers, where it has any.
+
+    llama4's whole cannot read text alone.
+    """
+    towers = config.model_type in WITH_TOWERS and not set(config.architectures or ()).isdisjoint(WHOLE)
+    if is_causal(config) and not towers:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForMultimodalLM
 
 
 def check_sizes(config: Mapping[str, Any], name: str) -> None:

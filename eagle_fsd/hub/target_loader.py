@@ -33,7 +33,7 @@ from eagle_fsd.hub.target_files import (
     check_plausible,
     check_sizes,
     check_tokens,
-    is_causal,
+    reader_of,
     template_of_processor,
 )
 from eagle_fsd.runtime.ranks import ALONE, Ranks
@@ -172,9 +172,8 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
     place = widening(source.folder) if widens else contextlib.nullcontext()
     bars = hide_loading_bars(source.gguf_file is not None)
     # transformers would load to torch's default device, which is nobody's choice here.
-    reader = transformers.AutoModelForCausalLM if is_causal(config) else transformers.AutoModelForMultimodalLM
     with torch.device("cpu"), one_line_errors(source.name), bars, place:
-        model, report = reader.from_pretrained(
+        model, report = reader_of(config).from_pretrained(
             source.folder,
             config=config,
             dtype=settings.dtype,

@@ -18,6 +18,7 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.target.media import reading
+from eagle_fsd.target.media.reading import read_media
 from eagle_fsd.target.media.table import MediaTable
 from eagle_fsd.target.model import TargetModel
 
@@ -50,7 +51,7 @@ def asked(kind: str) -> list[dict[str, Tensor]]:
 def test_the_text_is_the_models_own(kind: str) -> None:
     """Greedy, alone and in a ragged batch with a prompt of text, with lookup and on trees that know it."""
     model, engine = model_of(kind), engine_of(kind)
-    prompts = [engine.read_media(inputs) for inputs in asked(kind)]
+    prompts = [read_media(engine.target, inputs) for inputs in asked(kind)]
     wanted = [written(model, inputs, NEW_TOKENS) for inputs in asked(kind)]
     for prompt, text in zip(prompts, wanted, strict=True):
         assert engine.generate([prompt], max_new_tokens=NEW_TOKENS, tree=TREE).new_tokens == [text]
@@ -69,8 +70,8 @@ def test_the_text_is_the_models_own(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_image_is_another_prompt(kind: str) -> None:
     engine, model = engine_of(kind), model_of(kind)
-    one, other = (engine.read_media(with_images(model, (seed,))) for seed in (0, 1))
-    assert one == engine.read_media(with_images(model, (0,))) != other
+    one, other = (read_media(engine.target, with_images(model, (seed,))) for seed in (0, 1))
+    assert one == read_media(engine.target, with_images(model, (0,))) != other
     texts = engine.generate([one, other], max_new_tokens=NEW_TOKENS).new_tokens
     assert texts[0] != texts[1]
     output = engine.generate([one, other], max_new_tokens=4)
@@ -85,7 +86,7 @@ def test_prompts_are_read_in_slices_and_join_a_batch(kind: str) -> None:
     wanted = [written(model_of(kind), one, NEW_TOKENS) for one in inputs]
     scheduler = Scheduler(engine.target, engine.drafter, TREE, 2, slice_tokens=3)
     texts = [
-        Text(number, NEW_TOKENS, Terms(()), prompt=engine.read_media(one))
+        Text(number, NEW_TOKENS, Terms(()), prompt=read_media(engine.target, one))
         for number, one in enumerate(inputs)
     ]
     for text in texts:
@@ -102,15 +103,15 @@ def test_the_next_turn_goes_on_behind_an_image(kind: str) -> None:
     engine = EagleFSD(target, tiny_head(hidden_size=target.hidden_size, vocab_size=target.vocab_size))
     options = {"max_new_tokens": NEW_TOKENS, "tree": TREE, "prompt_cache": cache}
     before = [*BEFORE] * 8
-    prompt = engine.read_media(with_images(model, before=before))
+    prompt = read_media(engine.target, with_images(model, before=before))
     (answer,) = engine.generate([prompt], suppress_tokens=[PLACE], **options).new_tokens
     more = [*AFTER, *answer, 44, 12, 31]
     turn = with_images(model, before=before, after=more)
-    output = engine.generate([engine.read_media(turn)], **options)
+    output = engine.generate([read_media(engine.target, turn)], **options)
     assert output.stats[0].reused_tokens > len(prompt)
     assert output.new_tokens == [written(model, turn, NEW_TOKENS)]
     other = with_images(model, (1,), before=before, after=more)
-    output = engine.generate([engine.read_media(other)], **options)
+    output = engine.generate([read_media(engine.target, other)], **options)
     assert output.stats[0].reused_tokens == len(before) + 1
     assert output.new_tokens == [written(model, other, NEW_TOKENS)]
 
@@ -119,7 +120,7 @@ def test_a_shared_image_is_read_once_in_a_batch() -> None:
     engine, model = engine_of("qwen2_5_vl"), model_of("qwen2_5_vl")
     long = [*range(3, 40), *range(3, 40)]
     inputs = [with_images(model, before=long, after=after) for after in ((7, 8), (9,), (11, 12, 13))]
-    prompts = [engine.read_media(one) for one in inputs]
+    prompts = [read_media(engine.target, one) for one in inputs]
     ids, mask = pad_left(prompts, 0)
     output = engine.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TREE)
     assert output.new_tokens == [written(model, one, NEW_TOKENS) for one in inputs]
@@ -130,7 +131,9 @@ def test_penalties_count_placeholders_as_hugging_face_does() -> None:
     inputs = with_images(model)
     options = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
     wanted = written(model, inputs, NEW_TOKENS, **options)
-    made = engine.generate([engine.read_media(inputs)], max_new_tokens=NEW_TOKENS, tree=TREE, **options)
+    made = engine.generate(
+        [read_media(engine.target, inputs)], max_new_tokens=NEW_TOKENS, tree=TREE, **options
+    )
     assert made.new_tokens == [wanted] != [written(model, inputs, NEW_TOKENS)]
 
 
@@ -139,15 +142,15 @@ def test_a_head_drafts_behind_an_image(kind: str) -> None:
     target = TargetModel(model_of(kind))
     engine = EagleFSD(target, tiny_head(hidden_size=target.hidden_size, vocab_size=target.vocab_size))
     inputs = with_images(model_of(kind))
-    made = engine.generate([engine.read_media(inputs)], max_new_tokens=NEW_TOKENS, tree=TREE)
+    made = engine.generate([read_media(engine.target, inputs)], max_new_tokens=NEW_TOKENS, tree=TREE)
     assert made.new_tokens == [written(model_of(kind), inputs, NEW_TOKENS)]
 
 
 def test_the_towers_read_a_list_of_images_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = engine_of("qwen2_5_vl"), model_of("qwen2_5_vl")
-    first = engine.read_media(with_images(model))
+    first = read_media(engine.target, with_images(model))
     monkeypatch.setattr(reading, "run_towers", lambda *_: pytest.fail("they read it again"))
-    again = engine.read_media(with_images(model, before=[44], after=[45, 46]))
+    again = read_media(engine.target, with_images(model, before=[44], after=[45, 46]))
     assert [token for token in again if token >= 96] == [token for token in first if token >= 96]
 
 
@@ -171,7 +174,7 @@ def test_the_model_stays_as_it_is(kind: str) -> None:
     used, unused = tiny_media_model(kind), model_of(kind)
     engine = EagleFSD(TargetModel(used), None)
     for seed in range(3):
-        engine.read_media(with_images(used, (seed,)))
+        read_media(engine.target, with_images(used, (seed,)))
     found, wanted = (
         one(**with_images(one), output_hidden_states=True, use_cache=False) for one in (used, unused)
     )
@@ -191,14 +194,16 @@ def test_what_cannot_be_read_is_refused_in_one_line() -> None:
         ({"pixel_values": None, "image_grid_thw": None}, "no place for an image"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
-            engine.read_media({name: one for name, one in {**inputs, **changed}.items() if one is not None})
+            read_media(
+                engine.target, {name: one for name, one in {**inputs, **changed}.items() if one is not None}
+            )
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="have no input_ids"):
-        engine.read_media({})
+        read_media(engine.target, {})
     with pytest.raises(ValueError, match=r"token ids must be in 0\.\.\d+"):
         engine.generate([[5, 200]], max_new_tokens=1)
     with pytest.raises(ValueError, match="which the target alone does not read"):
-        engine.target_alone([engine.read_media(inputs)], max_new_tokens=1)
+        engine.target_alone([read_media(engine.target, inputs)], max_new_tokens=1)
 
 
 def test_a_model_whose_images_look_ahead_is_refused() -> None:
@@ -213,7 +218,7 @@ def test_a_model_whose_images_look_ahead_is_refused() -> None:
     model.model.multi_modal_projector.avg_pool = torch.nn.AvgPool2d(1, 1)
     engine = EagleFSD(TargetModel(model), None)
     with pytest.raises(ValueError, match="lets the places of an image attend to those that follow"):
-        engine.read_media(inputs)
+        read_media(engine.target, inputs)
 
 
 def test_a_reading_that_differs_from_the_whole_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,5 +226,5 @@ def test_a_reading_that_differs_from_the_whole_forward_is_refused(monkeypatch: p
     monkeypatch.setattr(MediaTable, "_embedded", lambda *_: {})
     monkeypatch.setattr(MediaTable, "arguments", lambda self, tokens, *_: {"input_ids": self.words(tokens)})
     with pytest.raises(ValueError, match="reads a prompt with images otherwise than its own forward"):
-        engine.read_media(with_images(model))
+        read_media(engine.target, with_images(model))
     assert not engine.target.media.admitted

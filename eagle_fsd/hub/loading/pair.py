@@ -19,6 +19,7 @@ from eagle_fsd.hub.head_digest import warn_of_other_target
 from eagle_fsd.hub.loading.draft_models import errors_of_draft_model, load_draft_model, spec_of_layers
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.target import load_planned, pack_for
+from eagle_fsd.hub.media.processor import ProcessorSource
 from eagle_fsd.hub.resolve import (
     HeadSource,
     TargetSource,
@@ -41,6 +42,7 @@ class Pair:
 
     base_model, ea_model: their sources. lookup: whether drafts are looked up in the text too. folder: has the
     drafter's files, its calibration among them, if any. head_dtype: of a head; None: of anything else.
+    processor: of images and sound, if the target's files may hold one.
     """
 
     target: TargetModel
@@ -51,6 +53,7 @@ class Pair:
     lookup: bool = False
     folder: Path | None = None
     head_dtype: torch.dtype | None = None
+    processor: ProcessorSource | None = None
 
 
 def load_pair(
@@ -73,7 +76,11 @@ def load_pair(
     wanted = (options.runtime, options.weight_format, options.dtype)
     plan = plan_runtime(*wanted, device=place, movable=options.movable, gguf=is_gguf)
     target, tokenizer = load_planned(sources.target, plan, options, ranks)
-    pair = Pair(target, tokenizer, sources.target.name, lookup=bool(options.lookup))
+    processor = None
+    if not is_gguf:
+        at = (sources.target.name, sources.target.folder)
+        processor = ProcessorSource(*at, trust_remote_code=options.trust_remote_code)
+    pair = Pair(target, tokenizer, sources.target.name, lookup=bool(options.lookup), processor=processor)
     if options.draft_layers is not None:
         layers = spec_of_layers(target, options.draft_layers)
         return replace(pair, head=layers, ea_model=f"first {options.draft_layers} layers")

@@ -112,7 +112,7 @@ class MediaTable:
         if bool(beyond.any()):
             raise ValueError(
                 f"input_ids holds {int(tokens[beyond][0])}, which stands for no image or sound that is kept: "
-                "it must be of a read_media of late; read the prompt again"
+                "it must be read again, or among fewer; call read_chat for it"
             )
         return found
 

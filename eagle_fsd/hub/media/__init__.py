@@ -1,0 +1,1 @@
+"""The processors of models that read images or sound as well."""

@@ -1,0 +1,80 @@
+"""A model's own processor, which makes what its towers read of the images and sounds of a chat."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.text.chat import REFUSALS, ChatRefused
+
+TEXT = "text"  # the type of a part of a message that is no image and no sound
+
+
+@dataclass(frozen=True)
+class ProcessorSource:
+    """Where a target's processor is. Few need it, so it is loaded when it is first asked for."""
+
+    name: str
+    folder: Path
+    trust_remote_code: bool = False
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """The processor. Raises ValueError if the target has none, or what it needs is not installed."""
+        try:
+            found = transformers.AutoProcessor.from_pretrained(
+                self.folder, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # readers' errors have no common base
+            raise ValueError(
+                f"target {self.name!r} has no processor of images that can be loaded "
+                f"({one_line(error, 200)}): its folder must hold one, and what that needs must be installed, "
+                "such as pillow and torchvision; leave images out, or install it"
+            ) from error
+        if not isinstance(found, transformers.ProcessorMixin):
+            raise ValueError(
+                f"target {self.name!r} reads text alone: its processor is a {type(found).__name__}; leave "
+                "images and sound out, or use another target"
+            )
+        return found
+
+
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether any message of a chat has a part that is no text."""
+    contents = (message.get("content") for message in messages)
+    return any(part.get("type") != TEXT for one in contents if isinstance(one, list | tuple) for part in one)
+
+
+def process_chat(
+    processor: Any, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    """Return what a processor makes of a chat that waits for its answer: input_ids, pixel_values and such.
+
+    processor: transformers', or a ProcessorSource. messages, template: see EagleFSD.read_chat. Raises
+    ValueError without a processor, and ChatRefused for what it does not take.
+    """
+    if processor is None:
+        raise ValueError("there is no processor of images and sound: give EagleFSD one, or leave them out")
+    if isinstance(processor, ProcessorSource):
+        processor = processor.processor
+    turns = [
+        {**message, "content": [{"type": TEXT, "text": content}]}
+        if isinstance(content := message.get("content"), str)
+        else message
+        for message in messages
+    ]
+    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    try:
+        made: Mapping[str, Any] = processor.apply_chat_template(turns, **{**(template or {}), **given})
+    except (*REFUSALS, OSError, RuntimeError, ImportError) as error:
+        raise ChatRefused(
+            f"the target's processor does not take this chat ({one_line(error, 200)})",
+            "its parts must be text, or what the model reads; change it",
+        ) from error
+    return made
