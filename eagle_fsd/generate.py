@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.arguments import (
@@ -34,7 +34,13 @@ from eagle_fsd.cli.mistakes import (
     report_mistake,
     run_on_stdout,
 )
-from eagle_fsd.cli.prompt_arguments import error_in, prompt_of, read_prompt_arguments
+from eagle_fsd.cli.prompt_arguments import (
+    error_in,
+    open_images,
+    prompt_of,
+    read_prompt_arguments,
+    require_images,
+)
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, end_program, interrupt_at_once, load_model, measure_later
 from eagle_fsd.core.process.signals import (
@@ -139,6 +145,7 @@ def run(args: Namespace, out: TextIO) -> int:
     """Check the arguments, load the model, answer the prompts in turn, and return the exit code."""
     with raise_user_errors():
         ranks = join(args, "generate")
+        require_images(args)
         read = partial(read_prompt_arguments, args)
         prompts = read() if ranks is None else ranks.on_rank_0(read)  # stdin is read once
         check_answers(args)
@@ -151,8 +158,9 @@ def run(args: Namespace, out: TextIO) -> int:
             raise ValueError(
                 f"--baseline with a form ({options.form.kind}): the target alone knows none; leave one out"
             )
+        images = open_images(args.image)
         model = load_model(args)
-        encoded = encode_prompts(model, prompts, args)
+        encoded = encode_prompts(model, prompts, args, images)
         options = with_bad_words(options, args, model).with_defaults(
             model.target.own_defaults, model.target.named_sampling
         )
@@ -175,16 +183,31 @@ def run(args: Namespace, out: TextIO) -> int:
         interrupt_at_once()
 
 
-def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> list[Tensor]:
-    """Encode the prompts as [1, L] each. One that is too long is refused before any other is answered."""
+def encode_prompts(
+    model: EagleFSD, prompts: Sequence[str], args: Namespace, images: Sequence[dict[str, Any]]
+) -> list[Tensor]:
+    """Encode the prompts as [1, L] each. One that is too long is refused before any other is answered.
+
+    images: parts of a message, with which each of them begins.
+    """
+    import torch
+
     from eagle_fsd.decoding.request import remaining_positions
-    from eagle_fsd.text.chat import ChatRefused, encode
+    from eagle_fsd.text.chat import ChatRefused, encode, system_turns
 
     encoded, copies = [], args.num_return_sequences
     for place, prompt in enumerate(prompts):
         name = prompt_of(args, place * copies, len(prompts) * copies)
         try:
-            encoded.append(encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args))
+            if images:
+                turns = [
+                    *system_turns(args.system),
+                    {"role": "user", "content": [*images, {"type": "text", "text": prompt}]},
+                ]
+                ids = torch.tensor([model.read_chat(turns, **args.chat_template_args)], device="cpu")
+            else:
+                ids = encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args)
+            encoded.append(ids)
         except ChatRefused as error:
             raise ValueError(f"{error_in(name, error)}, or continue the prompt as it is (--raw)") from error
         except ValueError as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from eagle_fsd.core.checks import require_integer, require_utf8
+from eagle_fsd.core.checks import one_line, require_integer, require_utf8
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
 ALONE = "the prompt"  # what messages call a prompt that is the only one
@@ -47,6 +50,44 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
             raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
         require_utf8(f"prompt {number} of {origin}", prompt)
     return prompts[args.skip :]
+
+
+def require_images(args: argparse.Namespace) -> None:
+    """Let torch compute the target where images are asked about, and check that they are there.
+
+    Raises ValueError for a file that is not, and for what does not go with images.
+    """
+    if not args.image:
+        return
+    for flag, given in (("--raw", args.raw), ("--baseline", args.baseline), ("--adapt", args.adapt)):
+        if given:
+            raise ValueError(f"--image with {flag}: a prompt with images has no such answer; leave one out")
+    for path in args.image:
+        if not Path(path).is_file():
+            raise ValueError(f"--image {path!r} is no file: name a picture, such as cat.png")
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError('--image needs pillow: run pip install "eagle-fsd[images]"')
+    if args.runtime == "auto" and args.weight_format in (None, "float32", "bfloat16"):
+        args.runtime = "torch"
+
+
+def open_images(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Return images as parts of a message. Raises ValueError for a file that is none."""
+    if not paths:
+        return []
+    from PIL import Image
+
+    images = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                images.append({"type": "image", "image": image.convert("RGB")})
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"--image {path!r} is no image that can be read ({one_line(error, 100)}): it must be a "
+                "picture, such as a PNG or JPEG file; convert it"
+            ) from error
+    return images
 
 
 def prompt_of(args: argparse.Namespace, place: int, answers: int) -> str:

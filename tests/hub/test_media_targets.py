@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.media_families import tiny_media_config, tiny_media_model
+from support.media_folder import image_processor, save_llava
+from support.media_prompts import written
 from support.tiny_models import greedy_alone
 from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.generate import main
+from eagle_fsd.hub.media.processor import process_chat
 from eagle_fsd.hub.target_loader import load_target
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import AS_PARTS, encode_chat, take_text
@@ -107,3 +112,84 @@ def test_the_template_of_a_processor_is_read(content: str, tmp_path: Path) -> No
     (folder / "chat_template.jinja").unlink()
     wanted = AS_PARTS + BY_FILTER if BY_FILTER[-30:] in json.dumps(content) else None
     assert load_target(str(folder))[1].chat_template == wanted
+
+
+# --- images ---
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    image = pytest.importorskip("PIL.Image", reason="needs pillow")
+    path = tmp_path_factory.mktemp("pictures") / "colours.png"
+    image.linear_gradient("L").convert("RGB").resize((60, 90)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory, picture: Path) -> Path:
+    return save_llava(tmp_path_factory.mktemp("llava"))
+
+
+def asking(picture: object) -> list[dict[str, Any]]:
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
+    return [{"role": "system", "content": "Look."}, {"role": "user", "content": content}]
+
+
+def test_the_models_own_processor_reads_a_chat_with_images(llava: Path, picture: Path) -> None:
+    engine = EagleFSD.from_pretrained(llava, "none", lookup=True, device="cpu")
+    prompt = engine.read_chat(asking(str(picture)))
+    inputs = process_chat(image_processor(), asking(str(picture)))
+    assert engine.target.media.words_of(prompt) == inputs["input_ids"][0].tolist()
+    assert [token >= 96 for token in prompt].count(True) == 4
+    wanted = written(tiny_media_model("llava"), dict(inputs), 16)
+    assert engine.generate([prompt], max_new_tokens=16, tree=TreeConfig(8, 4, 2)).new_tokens == [wanted]
+    text = [{"role": "user", "content": "Hi"}]
+    assert engine.read_chat(text) == encode_chat(engine.tokenizer, text)[0].tolist()
+
+
+def test_what_no_processor_takes_is_refused_in_one_line(llava: Path, picture: Path, tmp_path: Path) -> None:
+    engine = EagleFSD.from_pretrained(llava, "none", device="cpu")
+    for chat, words in (
+        (asking(str(tmp_path / "lost.png")), "processor does not take this chat"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "processor does not take this chat"),
+    ):
+        with pytest.raises(ValueError, match=words) as caught:
+            engine.read_chat(chat)
+        assert "\n" not in str(caught.value)
+    folder = saved("mistral3", tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"no processor of images that can be loaded|reads text alone"):
+        EagleFSD.from_pretrained(folder, "none", device="cpu").read_chat(asking(str(picture)))
+    with pytest.raises(ValueError, match="reads text alone, for it has no processor"):
+        EagleFSD(TargetModel(tiny_media_model("llava")), None).read_chat(asking(str(picture)))
+    with pytest.raises(ValueError, match="not read with OpenVINO"):
+        pytest.importorskip("openvino", reason="needs the extra openvino")
+        on_graphs = EagleFSD.from_pretrained(llava, "none", device="cpu", runtime="openvino")
+        on_graphs.read_chat(asking(str(picture)))
+
+
+def test_the_command_line_takes_images(
+    llava: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--base-model", str(llava), "--ea-model", "none", "--lookup", "--device", "cpu"]
+    rest = ["--max-new-tokens", "16", "--total-tokens", "8", "--json", "--system", "Look.", "What is this?"]
+    assert main([*model, "--image", str(picture), *rest]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    inputs = process_chat(image_processor(), asking(str(picture)))
+    assert answer["token_ids"] == written(tiny_media_model("llava"), dict(inputs), 16)
+    assert answer["runtime"] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--image", "lost.png"], "--image 'lost.png' is no file: name a picture"),
+        (["--image", __file__], "is no image that can be read"),
+        (["--image", __file__, "--raw"], "--image with --raw"),
+        (["--image", __file__, "--baseline"], "--image with --baseline"),
+    ],
+)
+def test_images_that_cannot_be_asked_about(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "What is this?"]) == 2
+    assert words in capsys.readouterr().err

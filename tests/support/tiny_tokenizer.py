@@ -18,15 +18,15 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer(special: int | None = None) -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer of VOCAB tokens; the id `special` is the special token <stop> and no character.
+def tiny_tokenizer(special: int | None = None, word: str = "<stop>") -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of VOCAB tokens; the id `special` is the special token `word` and no character.
 
     Every text begins with <s>, as in Llama's tokenizers.
     """
     tokens = [PAD, BEGIN, END, *CHARACTERS]
     assert len(tokens) == VOCAB
     if special is not None:
-        tokens[special] = "<stop>"
+        tokens[special] = word
     inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=PAD))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
@@ -35,7 +35,7 @@ def tiny_tokenizer(special: int | None = None) -> transformers.PreTrainedTokeniz
         tokenizer_object=inner, pad_token=PAD, bos_token=BEGIN, eos_token=END, chat_template=TEMPLATE
     )
     if special is not None:
-        tokenizer.add_tokens(["<stop>"], special_tokens=True)
+        tokenizer.add_tokens([word], special_tokens=True)
     assert len(tokenizer) == VOCAB
     return tokenizer
 

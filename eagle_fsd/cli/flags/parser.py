@@ -94,6 +94,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="leave out the first N prompts of a file, to go on where a run ended; the other answers are the "
         "same for the same --seed (default: 0)",
     )
+    group.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image that every prompt begins with; may be repeated. The target must be one that reads "
+        'images, and torch computes it; needs pillow (pip install "eagle-fsd[images]")',
+    )
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
     add_template_flag(group)
     group.add_argument(

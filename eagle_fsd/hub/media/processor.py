@@ -60,7 +60,10 @@ def process_chat(
     ValueError without a processor, and ChatRefused for what it does not take.
     """
     if processor is None:
-        raise ValueError("there is no processor of images and sound: give EagleFSD one, or leave them out")
+        raise ValueError(
+            "the target reads text alone, for it has no processor: leave images and sound out, or use a "
+            "target that reads them"
+        )
     if isinstance(processor, ProcessorSource):
         processor = processor.processor
     turns = [
