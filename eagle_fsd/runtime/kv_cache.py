@@ -69,11 +69,9 @@ class KVCache:
         self.view, self.exact = 0, True
         self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
         self.span: slice | None = None  # the slots as one slice if all rows have the same ones
-        self.row_lengths = [0] * batch
-        self.lengths = self._all_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.marks: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
-        self.row_shifts = [0] * batch
-        self.shifts = self._all_shifts = torch.zeros_like(self.lengths)
+        self._number_rows(batch)
+        self._set_lengths([0] * batch)
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +97,7 @@ class KVCache:
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         """Forget the texts and make all rows ready for new ones, which need at most `limit` slots each."""
-        self._begin_rows(limit)
+        self.row_limits, self.marks = [limit] * self.rows, [[] for _ in range(self.rows)]
         for buffers in self.layers.values():
             for buffer in buffers:
                 buffer.zero_()  # a text with NaN logits may have left NaN here; see `update`
@@ -225,8 +223,7 @@ class KVCache:
         self.slots = self.slots[on_device(rows, self.slots.device)]
         if count > self.rows:
             self.rows, self.buffers = count, object()
-            self._all_lengths = torch.zeros(count, dtype=torch.int64, device=self.device)
-            self._all_shifts = torch.zeros_like(self._all_lengths)
+            self._number_rows(count)
         self._set_lengths(lengths)
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
@@ -292,6 +289,11 @@ class KVCache:
         new = dict(zip(rows, lengths, strict=True))
         self._set_lengths([new.get(row, old) for row, old in enumerate(self.row_lengths)])
 
+    def _number_rows(self, rows: int) -> None:
+        """Make room for the lengths and shifts of so many rows; `_set_lengths` must follow."""
+        self._all_lengths, self._all_shifts = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
+        self.row_shifts = []
+
     def _set_lengths(self, lengths: list[int]) -> None:
         # In place: a recorded forward reads the address that it was recorded with.
         self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
@@ -306,10 +308,6 @@ class KVCache:
         if end > self.capacity:
             double = 2 * self.capacity  # doubling keeps the number of reallocations small
             self.grow(max(end, double if self.limit is None else min(double, self.limit)))
-
-    def _begin_rows(self, limit: int | None) -> None:
-        """Let all rows have this limit, and no marks."""
-        self.row_limits, self.marks = [limit] * self.rows, [[] for _ in range(self.rows)]
 
     def _select_limits(self, rows: Sequence[int]) -> None:
         """Keep the limits and marks of these rows, in this order."""

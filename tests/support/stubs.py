@@ -84,6 +84,9 @@ class ChainTarget:
     def vocab_size(self) -> int:
         return self.chain.table.shape[-1]
 
+    def words(self, tokens: Tensor) -> Tensor:
+        return tokens
+
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.texts is not None:
             for text, row, length in zip(self.texts, tokens.tolist(), lengths, strict=True):

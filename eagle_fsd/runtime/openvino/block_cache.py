@@ -121,7 +121,7 @@ class BlockCache(KVCache):
 
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
-        self._begin_rows(limit)
+        self.row_limits, self.marks = [limit] * self.rows, [[] for _ in range(self.rows)]
         for store in self.stores.values():
             store[:, : self._touched].zero_()  # the others have never been in memory
         self._touched = 0
@@ -198,7 +198,7 @@ class BlockCache(KVCache):
         """Let lengths and limits be those of these rows, whose keys and values have moved."""
         self.rows = len(rows)
         self._select_limits(rows)
-        self._all_lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        self._number_rows(len(rows))
         self._set_lengths([self.row_lengths[row] for row in rows])
 
     def _allocate(self, size: tuple[int, int], capacity: int, rows: int) -> Tensor:
