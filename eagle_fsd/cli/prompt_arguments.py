@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.core.checks import one_line, require_integer, require_utf8
+from eagle_fsd.core.checks import require_integer, require_utf8
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
 ALONE = "the prompt"  # what messages call a prompt that is the only one
@@ -65,8 +64,6 @@ def require_images(args: argparse.Namespace) -> None:
     for path in args.image:
         if not Path(path).is_file():
             raise ValueError(f"--image {path!r} is no file: name a picture, such as cat.png")
-    if importlib.util.find_spec("PIL") is None:
-        raise ValueError('--image needs pillow: run pip install "eagle-fsd[images]"')
     if args.runtime == "auto" and args.weight_format in (None, "float32", "bfloat16"):
         args.runtime = "torch"
 
@@ -75,19 +72,9 @@ def open_images(paths: Sequence[str]) -> list[dict[str, Any]]:
     """Return images as parts of a message. Raises ValueError for a file that is none."""
     if not paths:
         return []
-    from PIL import Image
+    from eagle_fsd.hub.media.pictures import open_picture
 
-    images = []
-    for path in paths:
-        try:
-            with Image.open(path) as image:
-                images.append({"type": "image", "image": image.convert("RGB")})
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(
-                f"--image {path!r} is no image that can be read ({one_line(error, 100)}): it must be a "
-                "picture, such as a PNG or JPEG file; convert it"
-            ) from error
-    return images
+    return [{"type": "image", "image": open_picture(Path(path), f"--image {path!r}")} for path in paths]
 
 
 def prompt_of(args: argparse.Namespace, place: int, answers: int) -> str:

@@ -183,7 +183,7 @@ def test_the_command_line_takes_images(
     ("flags", "words"),
     [
         (["--image", "lost.png"], "--image 'lost.png' is no file: name a picture"),
-        (["--image", __file__], "is no image that can be read"),
+        (["--image", __file__], "is no picture that can be read"),
         (["--image", __file__, "--raw"], "--image with --raw"),
         (["--image", __file__, "--baseline"], "--image with --baseline"),
     ],
