@@ -24,6 +24,6 @@ def open_picture(source: Path | IO[bytes], name: str) -> Any:
             return picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{name} is no picture that can be read ({one_line(error, 100)}): it must be a PNG or JPEG file or "
-            "such; convert it"
+            f"{name} is no picture that can be read ({one_line(error, 100)}): it must be a PNG or JPEG file, "
+            "or such; convert it"
         ) from error
