@@ -284,7 +284,7 @@ def measure_overhead(
 def timed_tree(roots: Tensor, width: int, vocab_size: int, recurrent: bool = False) -> DraftTree:
     """Return a tree of `width` nodes that costs what usual ones do: a root and its children, of attention.
 
-    recurrent: whether layers are. Each level costs something then, so the first LEVELS nodes are a chain.
+    recurrent: whether layers are. Then each level may cost something, so the first LEVELS nodes are a chain.
     """
     depth = LEVELS if recurrent else 1
     tree = root_only(roots, vocab_size)

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.target.states.delta_rule import with_tree_rule
 from eagle_fsd.target.states.state_cache import CallStates, StateCache
+from eagle_fsd.target.states.whole_tree import TreeStates, with_tree_functions
 
 STATE_METHODS = {"get_conv_state", "get_recurrent_state"}  # of the cache, from transformers 5.22 on
 
@@ -46,15 +46,15 @@ def wrap_mixers(decoder: nn.Module) -> nn.Module:
         for name, child in mixer._modules.items():
             if isinstance(child, nn.Linear):
                 mixer._modules[name] = sharing_copy(child)
-        mine = with_tree_rule(mixer.forward, mixer)
+        mine = with_tree_functions(mixer.forward, mixer)
         vars(mixer)["forward"] = on_states(mine or mixer.forward, number, mine is not None)
     return decoder
 
 
-def on_states(forward: Callable[..., Any], layer: int, delta_rule: bool) -> Callable[..., Any]:
+def on_states(forward: Callable[..., Any], layer: int, whole_tree: bool) -> Callable[..., Any]:
     """Return a recurrent layer's forward that runs on a StateCache if it is given one.
 
-    delta_rule: whether it takes LevelStates.
+    whole_tree: whether it takes TreeStates.
     """
     facts = LayerFacts()
 
@@ -63,7 +63,7 @@ def on_states(forward: Callable[..., Any], layer: int, delta_rule: bool) -> Call
         if cache is None:
             return forward(*args, **kwargs)
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, facts, delta_rule))
+        return cache.run(layer, hidden, Mixer(forward, args, kwargs, hidden, facts, whole_tree))
 
     return torch.compiler.disable(run)
 
@@ -81,10 +81,11 @@ class LayerFacts:
 class Mixer:
     """One forward of a recurrent layer, made of calls for some tokens each.
 
-    A tree has a call for each level. Its linear layers run once for all of them: those that read the layer's
-    input before the first level, and the one that makes its output behind the last level. Otherwise each
-    level would read their weights anew. args, kwargs: of the forward. hidden: the input among them,
-    [B, n, d]. last: see LayerFacts; another thread may learn it meanwhile, too late for this forward.
+    Unless the layer takes whole trees, a tree has a call for each level. Its linear layers run once for all
+    of them: those that read the layer's input before the first level, and the one that makes its output
+    behind the last level. Otherwise each level would read their weights anew. args, kwargs: of the forward.
+    hidden: the input among them, [B, n, d]. last: see LayerFacts; another thread may learn it meanwhile, too
+    late for this forward.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class Mixer:
         kwargs: dict[str, Any],
         hidden: Tensor,
         facts: LayerFacts,
-        delta_rule: bool,
+        whole_tree: bool,
     ) -> None:
         self.forward, self.args, self.kwargs = forward, args, kwargs
         self.hidden, self.facts, self.last = hidden, facts, facts.last
-        self.delta_rule = delta_rule
+        self.whole_tree = whole_tree
         self.part, self.places = hidden, tuple[Tensor, ...]()
         self.made: dict[nn.Module, Tensor] = {}
         self.outputs: dict[nn.Module, Tensor] = {}
@@ -112,6 +113,11 @@ class Mixer:
             self.facts.last = next((one for one, made in self.outputs.items() if made is output), None)
         self.outputs = {}
         return output
+
+    def tree(self, states: TreeStates) -> Tensor:
+        """Run all nodes of trees at once; return the output [B, N, d]."""
+        with states.in_place():
+            return self._call(self.hidden, states)
 
     def goes_on(self, part: Tensor, states: CallStates) -> bool:
         """Return whether several tokens [M, n, d] go on from their states: some layers begin anew with them.
@@ -153,7 +159,7 @@ class Mixer:
             self.made[linear] = linear(self.hidden)
         return self.made[linear][self.places][:, None]
 
-    def _call(self, part: Tensor, states: CallStates) -> Tensor:
+    def _call(self, part: Tensor, states: CallStates | TreeStates) -> Tensor:
         """Call the layer's forward on a part of its input. The padding mask is left out: there is none."""
 
         def exchanged(name: object, value: Any) -> Any:

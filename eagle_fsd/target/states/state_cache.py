@@ -1,10 +1,10 @@
 """A cache that holds the states of recurrent layers beside the keys and values of attention.
 
 A recurrent layer has one state for each text, which every token changes: it cannot be rolled back to an
-accepted path, and siblings of a tree must not share it. So a tree is run level by level, each node from a
-copy of its parent's state, and the accepted path's last node has the state to go on from. Layers with a delta
-rule need no copies; see delta_rule.py. Shapes: B rows of the batch, N nodes, M texts or nodes of one call, n
-tokens of each, d the width of a layer.
+accepted path, and siblings of a tree must not share it. Many layers run a whole tree at once, without states
+of its nodes; see whole_tree.py. Others run it level by level, each node from a copy of its parent's state.
+The states behind the accepted path's last node are those to go on from. Shapes: B rows of the batch, N nodes,
+M texts or nodes of one call, n tokens of each, d the width of a layer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
-from eagle_fsd.target.states.delta_rule import DeltaTree, Level
+from eagle_fsd.target.states.tree_plan import TreePlan
+from eagle_fsd.target.states.whole_tree import TreeStates
 
-Held = dict[tuple[str, int], Any]  # states by kind, "conv" or "recurrent", and number
-DELTA = ("recurrent", 0)  # the state of a delta rule
+Held = dict[tuple[str, int], Tensor]  # states by kind, "conv" or "recurrent", and number
 Key = tuple[Any, ...]  # a layer's number, and the state's kind and number
 
 
@@ -80,12 +80,14 @@ class CallStates:
 class Layer(Protocol):
     """One forward of a recurrent layer, in parts; see mixers.Mixer.
 
-    delta_rule: whether its recurrent states may be those of a DeltaTree.
+    whole_tree: whether it runs a tree at once.
     """
 
-    delta_rule: bool
+    whole_tree: bool
 
     def texts(self, part: Tensor, states: CallStates) -> Tensor: ...
+
+    def tree(self, states: TreeStates) -> Tensor: ...
 
     def goes_on(self, part: Tensor, states: CallStates) -> bool: ...
 
@@ -99,15 +101,17 @@ class StateCache(KVCache):
 
     states: by key, [rows, ...] each, behind the committed tokens of each row; 0 before the first one. levels:
     by layer, the states [M, ...] behind the M nodes of each level of the tree that is being verified, by kind
-    and number; or those behind the last level of a growing tree.
+    and number; or those behind the last level of a growing tree. trees: by layer that runs a tree at once,
+    what its states behind the nodes are made of.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         super().__init__(batch, capacity, device)
         self.states: dict[Key, Tensor] = {}
         self.levels: dict[int, list[Held]] = {}
+        self.trees: dict[int, TreeStates] = {}
         self._expected: tuple[Callable[..., Tensor], object] = (StateCache._run_prompt, [])
-        self._tree: tuple[Tensor, Tensor] | None = None
+        self._tree: TreePlan | None = None
         self._path: Tensor | None = None
 
     @property
@@ -122,15 +126,9 @@ class StateCache(KVCache):
         self._expected = (StateCache._run_level, parents)
 
     def expect_tree(self, parents: Tensor, depths: Tensor) -> None:
-        places = torch.zeros_like(depths)  # [B, N], of each node among those of its level
-        levels = []
-        for level in range(int(depths.max()) + 1):
-            rows, nodes = (depths == level).nonzero(as_tuple=True)
-            places[rows, nodes] = torch.arange(len(rows), device=places.device)
-            counts = torch.bincount(rows, minlength=len(depths)).tolist()
-            levels.append(Level(rows, nodes, places[rows, parents[rows, nodes]], counts))
-        self._expected, self._tree = (StateCache._run_tree, levels), (depths, places)
-        self._path, self.levels = None, {}
+        self._tree = TreePlan(parents, depths)
+        self._expected = (StateCache._run_tree, self._tree)
+        self._path, self.levels, self.trees = None, {}, {}
 
     def run(self, number: int, hidden: Tensor, layer: Layer) -> Tensor:
         """Run a recurrent layer on hidden states [B, n, d] of the tokens that are expected.
@@ -156,8 +154,7 @@ class StateCache(KVCache):
             if output is None:
                 output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
             output[rows, :count] = made
-            for key, state in states.held.items():
-                self._state((number, *key), state)[rows] = state
+            self._put_states(number, rows, states.held)
         return torch.zeros_like(hidden) if output is None else output
 
     def _run_level(self, parents: Tensor | None, number: int, hidden: Tensor, layer: Layer) -> Tensor:
@@ -173,19 +170,17 @@ class StateCache(KVCache):
         self.levels[number] = [states.held]
         return made.view(batch, width, -1)
 
-    def _run_tree(self, levels: Sequence[Level], number: int, hidden: Tensor, layer: Layer) -> Tensor:
-        """Run the nodes of each level together, each from its parent's state, the roots from their rows'."""
-        levels = [level.to(hidden.device) for level in levels]
-        start = self.states.get((number, *DELTA)) if layer.delta_rule else None
-        tree = None if start is None else DeltaTree(start, levels)
+    def _run_tree(self, plan: TreePlan, number: int, hidden: Tensor, layer: Layer) -> Tensor:
+        """Run a tree at once, or the nodes of each level together, each from its parent's state."""
+        before = {key: state[: len(hidden)] for key, state in self._of_layer(number).items()}
+        if layer.whole_tree:
+            self.trees[number] = TreeStates(before, plan)
+            return layer.tree(self.trees[number])
         behind = self.levels[number] = list[Held]()
         output: Tensor | None = None
-        for level in levels:
-            kept, places = (behind[-1], level.parents) if behind else (self._of_layer(number), level.rows)
-            held = {key: state[places] for key, state in kept.items() if tree is None or key != DELTA}
-            if tree is not None:
-                held[DELTA] = tree.behind(len(behind) - 1)
-            states = CallStates(held)
+        for level in (one.to(hidden.device) for one in plan.levels):
+            kept, places = (behind[-1], level.parents) if behind else (before, level.rows)
+            states = CallStates({key: state[places] for key, state in kept.items()})
             made = layer.level((level.rows, level.nodes), states)
             if output is None:
                 output = made.new_zeros(*hidden.shape[:2], made.shape[-1])
@@ -223,19 +218,27 @@ class StateCache(KVCache):
         rows = [row for row, count in enumerate(counts) if count]
         index = on_device(rows, path.device)
         nodes = path[index, on_device([counts[row] - 1 for row in rows], path.device)]
-        depths, places = (part[index, nodes] for part in self._tree)
-        for level in set(depths.tolist()):
-            here = depths == level
-            for number, behind in self.levels.items():
-                for key, state in behind[level].items():
-                    its, chosen = (part[here].to(state.device) for part in (index, places))
-                    self._state((number, *key), state)[its] = state[chosen]
-        self.levels, self._path = {}, None
+        for number, tree in self.trees.items():
+            self._put_states(number, index, tree.behind(index, nodes))
+        if self.levels:
+            depths, places = (part[index, nodes] for part in (self._tree.depths, self._tree.places))
+            for level in set(depths.tolist()):
+                here = depths == level
+                its, chosen = index[here], places[here]
+                for number, behind in self.levels.items():
+                    found = {key: state[chosen.to(state.device)] for key, state in behind[level].items()}
+                    self._put_states(number, its, found)
+        self.levels, self.trees, self._path = {}, {}, None
+
+    def _put_states(self, number: int, rows: Tensor, states: Held) -> None:
+        """Let rows have these states [n, ...] of a layer."""
+        for key, state in states.items():
+            self._state((number, *key), state)[rows.to(state.device)] = state
 
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         super().reset(limit)
-        self.states, self.levels = {}, {}
+        self.states, self.levels, self.trees = {}, {}, {}
 
     def select(self, rows: Sequence[int]) -> None:
         for key, state in self.states.items():
