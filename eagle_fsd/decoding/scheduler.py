@@ -9,7 +9,7 @@ rounding of kernels that see other rows beside it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -203,6 +203,9 @@ class Scheduler:
             left -= max(reading.advance(left), 1)
             if reading.roots is None:
                 self.reading = reading
+                if reading.at_branch:
+                    read, workspace = reading.prompts[0][: reading.branch], reading.workspace
+                    self._keep(read, workspace.session, workspace.drafter, 0)
             else:
                 self.reading = None if reading is self.reading else self.reading
                 self._join(reading.finish(self.tree, self.watch), reading.workspace)
@@ -231,31 +234,42 @@ class Scheduler:
         found = self.prefixes.find(waiting[0].prompt)
         if found is not None:
             self.prefixes.use(found[0])  # now: it may yet be dropped to make room for more texts
+        alone = found is not None or self._branch(waiting[0]) > 0
         count, prompts = 1, {tuple(waiting[0].prompt)}
         while count < min(len(waiting), free):
             more = waiting[: count + 1]
             prompts.add(tuple(more[-1].prompt))
             if len(prompts) > 1:
                 whole = len(prompts) * max(map(len, prompts))
-                if whole > most or found is not None or self.prefixes.find(more[-1].prompt) is not None:
+                if whole > most or alone or self.prefixes.find(more[-1].prompt) or self._branch(more[-1]):
                     break  # it is read for itself
             if not self._fits(more):
                 break
             count += 1
         texts, reused = waiting[:count], 0 if found is None else found[1]
-        self.target.ranks.check("reading prompts", (count, reused))  # one may lack a kept text
         for text in texts:
             self.waiting.remove(text)
             text.stats.reused_tokens = reused
-        tokens = max(len(text.prompt) for text in texts)
-        workspace = self._make_workspace(texts, len(unique_prompts(texts)), tokens)
-        return Reading(texts, workspace, *(found or ()))
+        tokens, rows = max(len(text.prompt) for text in texts), len(unique_prompts(texts))
+        workspace = self._make_workspace(texts, rows, tokens)
+        branch = self._branch(texts[0], reused, islice(self.waiting, self.rows)) if rows == 1 else 0
+        self.target.ranks.check("reading prompts", (count, reused, branch))  # one may lack a kept text
+        return Reading(texts, workspace, None if found is None else found[0], reused, branch)
+
+    def _branch(self, text: Text, start: int = 0, waiting: Iterable[Text] = ()) -> int:
+        """Return how many tokens of a text are kept when they are read; see PrefixCache.
+
+        Nothing is kept of a text that overtakes another: it is read in one part.
+        """
+        if self.reading is not None:
+            return 0
+        return self.prefixes.branch(text.prompt, start, (one.prompt for one in (*self.decoding, *waiting)))
 
     def _make_workspace(self, texts: Sequence[Text], rows: int, tokens: int) -> Workspace:
         """Return a workspace of `rows` rows with memory for `tokens` tokens each; it can grow later."""
         most = max(map(longest, texts))
         made = self._workspaces.take(rows, tokens, most, self.tree, self.drafter)
-        self.prefixes.expect(made.drafter)
+        self.prefixes.expect(made.session, made.drafter)
         return made
 
     def _join(self, joining: Batch, workspace: Workspace) -> None:
@@ -267,7 +281,7 @@ class Scheduler:
             self.batch.join(joining)
         next_prompts = [text.prompt for text in islice(self.waiting, self.rows)]
         for text in joining.texts:
-            if self.prefixes.saves_reading(text.prompt, next_prompts, self.target.recurrent):
+            if self.prefixes.saves_reading(text.prompt, next_prompts):
                 row = self.batch.texts.index(text)
                 self._keep(text.prompt, self.batch.target, self.batch.drafter, row)
 

@@ -122,12 +122,12 @@ class DraftModelSpec:
 class DraftModelPredictor:
     """A language model as a predictor. It needs nothing of the target but its text."""
 
-    needs = Needs()
     behind = 0
     own = None
 
     def __init__(self, spec: DraftModelSpec, cache: KVCache, stepper: Stepper = EAGER) -> None:
         self.draft, self.tokens, self.cache = spec.draft, spec.tokens, cache
+        self.needs = Needs(whole=cache.whole)
         self.drafted = torch.arange(spec.tokens, device=cache.device) if spec.some else None
         self.width = spec.draft.hidden_size
         self.longest = spec.draft.max_positions

@@ -38,12 +38,14 @@ class Needs:
 
     features: the target's hidden state at every token. taps: which ones, side by side: tap i is what enters
     the target's layer i, counted from 0. Empty: the state after its last norm. next_tokens: the length of the
-    lists of the target's best next tokens; 0: none.
+    lists of the target's best next tokens; 0: none. whole: whether it goes on only from all of a saved text,
+    because it has states that cannot be taken back.
     """
 
     features: bool = False
     taps: tuple[int, ...] = ()
     next_tokens: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class KVCache:
     texts have none. shifts: [B] int64, how far they are beyond them at each row's length.
     """
 
+    whole = False  # whether what is saved of a row can only be loaded whole
+
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
         self.step = step
         self.capacity = self._round_up(capacity)

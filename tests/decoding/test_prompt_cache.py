@@ -245,7 +245,7 @@ def test_ranks_go_on_from_what_all_of_them_kept(monkeypatch: pytest.MonkeyPatch,
     model, kept, read = engine("eagle"), PromptCache(), ReadTokens(monkeypatch)
     wanted = ask(model, START, kept)
     read.take()
-    monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine, theirs])
+    monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine, (theirs, 0)])
     assert ask(model, START, kept) == wanted and read.take() == len(START) - max(theirs, 1)
 
 

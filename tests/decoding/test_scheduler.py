@@ -208,7 +208,7 @@ def test_ranks_check_what_each_of_them_goes_on_from(monkeypatch: pytest.MonkeyPa
     for number in range(2):
         scheduler.admit(text(number, prompt, 5))
         collect(scheduler)
-    assert told == [(1, 0), (1, len(prompt) - 1)]
+    assert told == [(1, 0, 0), (1, len(prompt) - 1, 0)]
 
 
 def test_recordings_of_a_text_in_which_the_weights_were_replaced_are_not_replayed(

@@ -27,9 +27,7 @@ from support.tiny_models import (
 from eagle_fsd import EagleFSD, PromptCache, TreeConfig
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache
-from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
@@ -376,28 +374,3 @@ def test_the_users_model_is_not_changed() -> None:
     EagleFSD(TargetModel(model), tiny_head()).generate([[3, 4, 5]], max_new_tokens=8)
     assert mixers and all("forward" not in vars(mixer) for mixer in mixers)
     assert greedy_alone(model, [[3, 4, 5]], 8) == before
-
-
-def test_a_prompt_is_kept_for_others_only_if_they_begin_with_all_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nothing else can go on from its states, and it would take the place of a chat."""
-    kept, keep = [], PrefixCache.keep
-
-    def noted(cache: PrefixCache, tokens: Sequence[int], *rest: Any) -> None:
-        kept.append(list(tokens))
-        keep(cache, tokens, *rest)
-
-    monkeypatch.setattr(PrefixCache, "keep", noted)
-    engine = EagleFSD(TargetModel(tiny_model("qwen3_5")), tiny_head())
-    start = prompts_of([70], seed=5)[0]
-    longest = [*start, 3, 9, 4, 7]
-    prompts = [[*start, 5], [*start, 3], longest]
-    scheduler = Scheduler(engine.target, engine.drafter, TREE, 4, slice_tokens=80, prefix_tokens=4096)
-    texts = [Text(row, 30, Terms(()), prompt=prompt, stream=(0, row)) for row, prompt in enumerate(prompts)]
-    for text in texts:
-        scheduler.admit(text)
-    while scheduler.busy:
-        scheduler.step()
-    assert [prompt for prompt in prompts if prompt in kept] == [[*start, 3]] and len(kept) == 4
-    assert [text.stats.reused_tokens for text in texts] == [0, 0, 71]

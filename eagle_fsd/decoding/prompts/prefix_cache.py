@@ -3,14 +3,15 @@
 What is kept is a copy of the text's slots in the caches of target and drafter. It is the state between two
 steps: a text of n tokens, the last of which is a root that the target has not read. Slots of the first tokens
 depend on these tokens alone, so a prompt may go on from any of them. States of recurrent layers are those at
-the end, so with them it may go on from there alone.
+the end, so with them it may go on from there alone. So where such a prompt parts from another text, what has
+been read is kept as a text of its own: others are likely to part there too (Marconi, MLSys 2025).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,12 +63,14 @@ class PrefixCache:
     """Kept texts, in the order of their last use. Several threads may use them.
 
     limit: the slots that all of them may take; 0 keeps none. read_anyway: how many tokens at the end of a
-    prompt are read in any case: one, or those whose next-token lists the drafter needs.
+    prompt are read in any case: one, or those whose next-token lists the drafter needs. whole: whether target
+    or drafter can go on only from a text's end. states: the slots that its states take, once that is known.
     """
 
     def __init__(self, limit: int, read_anyway: int = 1) -> None:
         require_integer("prefix_tokens", limit, 0, "0 keeps no text")
         self.limit, self.read_anyway = limit, read_anyway
+        self.whole, self.states = False, 0
         self.texts: list[KeptText] = []
         self._lock = threading.RLock()
 
@@ -97,6 +100,22 @@ class PrefixCache:
                 best, length = kept, agreed
         return None if best is None else (best, length)
 
+    def branch(self, prompt: Sequence[int], start: int, others: Iterable[Sequence[int]] = ()) -> int:
+        """Return how many first tokens of a prompt are worth keeping as soon as they are read; 0: none.
+
+        It parts from a kept text or from one of `others` there, has SHARED tokens or more in common with it
+        beyond the `start` that it goes on from, and cannot go on from that text.
+        """
+        if not self.whole:
+            return 0
+        tokens, beginning = host_tokens(prompt), list(prompt[:LEAST])
+        texts = [kept.tokens for kept in self.beginning_like(prompt)]
+        texts += [host_tokens(other) for other in others if list(other[:LEAST]) == beginning]
+        agreed = max((count_agreed(one, tokens) for one in texts), default=0)
+        # Different questions often begin with the same few words, from which a third one parts earlier.
+        place = agreed - LEAST
+        return place if agreed >= start + SHARED and place + self.states <= self.limit else 0
+
     def use(self, kept: KeptText) -> None:
         """Note that a text is used now. It stays out if another thread has dropped it."""
         with self._lock:
@@ -109,10 +128,11 @@ class PrefixCache:
         Returns its root [1], and how many tokens were not read. Of several ranks, one may have lacked the
         memory to keep a text; all read on from where the last of them has to.
         """
-        self.expect(drafter)
+        self.expect(session, drafter)
         tokens = host_tokens(prompt)[None].to(session.cache.device)
         found = self.find(prompt)
-        starts = session.ranks.gather(0 if found is None else found[1])
+        start = 0 if found is None else found[1]
+        starts, branches = zip(*session.ranks.gather((start, self.branch(prompt, start))), strict=True)
         start = min(starts)
         if found is not None and found[0].whole and start < max(starts):
             start = 0
@@ -121,29 +141,29 @@ class PrefixCache:
         else:
             self.use(found[0])
             reader = found[0].load(start, tokens, session, drafter)
+        if (branch := min(branches)) > start:
+            reader.read(branch - 1 - reader.position)
+            self.keep(prompt[:branch], branch, self.limit, session, drafter, 0)
         reader.read(len(prompt))
         return tokens[:, -1], start
 
-    def expect(self, drafter: Drafter) -> None:
-        """Note what a drafter needs of the texts that it goes on from."""
+    def expect(self, session: TargetSession, drafter: Drafter) -> None:
+        """Note what target and drafter need of the texts that they go on from."""
         self.read_anyway = LISTED if drafter.needs.next_tokens else 1
+        self.whole = session.cache.whole or drafter.needs.whole
 
-    def saves_reading(
-        self, read: Sequence[int], prompts: Sequence[Sequence[int]], whole: bool = False
-    ) -> bool:
+    def saves_reading(self, read: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
         """Return whether one of these prompts goes on from a prompt that was read, and from no kept text.
 
-        So of texts that arrive together, a long beginning that they share is read once. whole: whether a
-        prompt can go on only from the end of the one that was read.
+        So of texts that arrive together, a long beginning that they share is read once. Where it cannot be
+        gone on from, it was kept while it was read; see `branch`.
         """
-        if not self.limit:
+        if self.whole or not self.limit:
             return False
         found = self.find(read)
         least = SHARED + (0 if found is None else found[1])  # what they share beyond kept texts is worth it
         if len(read) < least:
             return False
-        if whole:
-            least, prompts = len(read), [prompt for prompt in prompts if len(prompt) > len(read)]
         beginning = list(read[:least])
         return any(list(prompt[:least]) == beginning for prompt in prompts)
 
@@ -160,7 +180,8 @@ class PrefixCache:
 
         slots: that it takes, without its states. room: the slots that all kept texts may take now.
         """
-        if slots > min(self.limit, room) or session.cache.row_lengths[row] != len(tokens) - 1:
+        limit = min(self.limit, room)
+        if slots + self.states > limit or session.cache.row_lengths[row] != len(tokens) - 1:
             return
         if drafter.needs.features and not isinstance(drafter, Resumable):
             return
@@ -169,12 +190,13 @@ class PrefixCache:
             if isinstance(drafter, Resumable) and (drafted := drafter.save_row(row, len(tokens))) is None:
                 return
             with self._lock:
-                if self.prepare(tokens, slots, room):
+                if self.prepare(tokens, slots + self.states, room):
                     saved = session.save_row(row, len(tokens) - 1)
                     # Recurrent states may take as much memory as thousands of tokens.
-                    slots += sum(one.slots_of_states for one in (saved, *(drafted or ())))
-                    self.texts = [*self.texts, KeptText(host_tokens(tokens), slots, saved, drafted)]
-                    self.shrink(min(self.limit, room))
+                    self.states = sum(one.slots_of_states for one in (saved, *(drafted or ())))
+                    if (slots := slots + self.states) <= limit:
+                        self.shrink(limit - slots)
+                        self.texts = [*self.texts, KeptText(host_tokens(tokens), slots, saved, drafted)]
         except (MemoryError, RuntimeError) as error:
             if not ran_out_of_memory(error):
                 raise

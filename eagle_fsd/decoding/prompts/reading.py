@@ -26,13 +26,19 @@ class Reading:
     """Texts whose prompts are being read in a workspace of their own, with a row for each different prompt.
 
     Several prompts are read in one go; a single one may be read in parts, and may go on from the first
-    `start` tokens of a kept text. roots: [B], once all is read.
+    `start` tokens of a kept text. branch: one of its parts ends with this token, which is not the last; 0:
+    with any. roots: [B], once all is read.
     """
 
     def __init__(
-        self, texts: Sequence[Text], workspace: Workspace, kept: KeptText | None = None, start: int = 0
+        self,
+        texts: Sequence[Text],
+        workspace: Workspace,
+        kept: KeptText | None = None,
+        start: int = 0,
+        branch: int = 0,
     ) -> None:
-        self.texts, self.workspace = list(texts), workspace
+        self.texts, self.workspace, self.branch = list(texts), workspace, branch
         self.prompts = unique_prompts(texts)
         session, drafter = workspace.session, workspace.drafter
         self.tokens = pad_right(self.prompts, 0).to(session.cache.device)
@@ -53,12 +59,19 @@ class Reading:
         """How many tokens of a single prompt have been read, the root included."""
         return 0 if self.reader is None else self.reader.shown
 
+    @property
+    def at_branch(self) -> bool:
+        """Whether just the tokens before the branch have been read, so that they may be kept."""
+        return self.branch > 0 and self.reader is not None and self.reader.position == self.branch - 1
+
     def advance(self, most: int) -> int:
         """Read on, at most `most` tokens of a single prompt, and return how many tokens were read."""
         session, drafter = self.workspace.session, self.workspace.drafter
         if self.reader is None:
             self.roots = prefill(self.tokens, [len(prompt) for prompt in self.prompts], session, drafter)
             return self.tokens.numel()
+        if self.reader.position < self.branch - 1:
+            most = min(most, self.branch - 1 - self.reader.position)
         count = self.reader.read(most)
         if not self.reader.left:
             self.roots = self.tokens[:, -1]

@@ -105,6 +105,8 @@ class StateCache(KVCache):
     what its states behind the nodes are made of.
     """
 
+    whole = True
+
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         super().__init__(batch, capacity, device)
         self.states: dict[Key, Tensor] = {}
