@@ -105,6 +105,17 @@ def test_a_seed_gives_the_text_that_it_gives_without_a_cache(name: str, options:
         assert answer(name, prompt, kept, **options) == (wanted, reused)
 
 
+def test_drafts_are_as_good_behind_a_kept_beginning() -> None:
+    """A draft model that is the target drafts what it says, if its states are those of the text."""
+    target = TargetModel(tiny_model("lfm2"))
+    model = EagleFSD(target, DraftModelSpec.for_target(target, target))
+    kept, steps = PromptCache(), []
+    for prompt in PROMPTS[:3]:
+        made = model.generate([prompt], [[1] * len(prompt)], prompt_cache=kept, max_new_tokens=12, tree=TREE)
+        steps.append(made.stats[0].steps)
+    assert made.stats[0].reused_tokens == KEPT and steps == [12 // TREE.depth] * 3
+
+
 def test_what_two_questions_have_in_common_by_chance_is_not_kept_with_their_beginning() -> None:
     kept = PromptCache()
     prompts = [[*SYSTEM, *end] for end in ([5, 6, 7, 8], [5, 6, 7, 9], [4, 1], [5, 6, 7, 8, 3])]
