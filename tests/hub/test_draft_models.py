@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.drafter_laws import require_own_calibrations
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_head, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
@@ -16,6 +17,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.cli.flags.parser import build_parser
 from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.hub.choose_runtime import USUAL
 from eagle_fsd.hub.loading import target as loading_target
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
@@ -126,6 +128,26 @@ def test_a_calibration_is_the_draft_models_own(folders: Path, tmp_path: Path) ->
     engines = [EagleFSD(target, DraftModelSpec.for_target(one, target)) for one in drafts]
     engines.append(EagleFSD(target, tiny_head()))
     require_own_calibrations(engines, tmp_path)
+
+
+def test_what_openvino_cannot_compute_drafts_on_torch_unless_openvino_was_asked_for(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    if not hasattr(transformers.Cache, "get_conv_state"):
+        pytest.skip("transformers is older than 5.22")
+    draft, prompt = str(tmp_path / "recurrent"), prompts_of([20])
+    tiny_model("lfm2", seed=5).save_pretrained(draft)
+    tiny_tokenizer().save_pretrained(draft)
+    with pytest.raises(ValueError, match=r"^draft model: target is a 'lfm2' model .*: use runtime torch"):
+        load(folders, draft, runtime="openvino")
+    monkeypatch.setenv(USUAL, "openvino")  # what auto prefers
+    with caplog.at_level(logging.INFO):
+        model = load(folders, draft, runtime="auto")
+    assert model.runtime == "openvino" and model.drafter.draft.runtime is None
+    assert "the draft model runs on torch: target is a 'lfm2' model with recurrent layers" in caplog.text
+    text = model.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens
+    assert text == greedy_alone(tiny_model(), prompt, 12)
 
 
 @pytest.mark.slow

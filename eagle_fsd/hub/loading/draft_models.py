@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.hub.choose_runtime import argument_for_openvino
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.target import compile_target, pack_for, reader
 from eagle_fsd.hub.resolve import TargetSource
@@ -19,6 +21,8 @@ from eagle_fsd.target.architecture import quantised_by, vocabulary_size
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 def spec_of_layers(target: TargetModel, count: int) -> DraftModelSpec:
@@ -43,22 +47,27 @@ def load_draft_model(
     """Load a language model that drafts for a target, and return its spec.
 
     It runs on the target's runtime if it is on the CPU too and no dtype is asked for; dtype: None is the
-    target's. Raises ValueError if its tokens are not the target's.
+    target's. Raises ValueError if its tokens are not the target's, or if the runtime that is asked for cannot
+    compute it; one that was chosen leaves it to torch.
     """
     runtime = target.runtime if device.type == "cpu" and dtype is None else None
     load = reader(source, options)
     model, own = load(dtype=dtype or target.dtype, device=device, device_map=None)
-    if quantised_by(model) is not None:  # only torch computes it
-        runtime = None
     sizes = (target.vocab_size, vocabulary_size(model.get_output_embeddings()))
     require_same_vocabulary(tokenizer, own, sizes, source.name)
     model.generation_config = GenerationConfig()  # its own is for answers, and it only drafts
-    if runtime is None:
+    draft = None
+    if runtime is not None and quantised_by(model) is None:  # else only torch computes it
+        few_bits = runtime.weight_format == PACKED and source.gguf_file is None
+        try:
+            draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format, pages=False)
+        except ValueError as error:
+            if argument_for_openvino(options.runtime, options.weight_format) is not None:
+                raise
+            logger.info("the draft model runs on torch: %s", error)
+    if draft is None:
         pack_for(model, options)
         draft = TargetModel(model, target.stepper if model.device == target.device else EAGER)
-    else:
-        few_bits = runtime.weight_format == PACKED and source.gguf_file is None
-        draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format, pages=False)
     return DraftModelSpec.for_target(draft, target)
 
 
