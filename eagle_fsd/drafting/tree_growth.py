@@ -300,7 +300,7 @@ def slots_per_row(tokens: int, tree: TreeConfig) -> int:
 
 def slots_for_beams(tree: TreeConfig) -> int:
     """Return the slots that a growing tree needs: a beam for each level that has children."""
-    return tree.top_k * (tree.reach - 1)
+    return tree.top_k * max(tree.reach - 1, 0)
 
 
 def read_view(cache: KVCache, width: int, start: int) -> tuple[Tensor, Tensor, Tensor]:

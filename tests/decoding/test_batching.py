@@ -684,6 +684,18 @@ def test_a_text_waits_for_slots(most: int) -> None:
     assert found == {one: alone("eagle", one) for one in texts}
 
 
+def test_texts_without_drafts_stay_inside_the_budget_too() -> None:
+    plain, model = TreeConfig(1), engine("none")
+    limit, together = 2 * slots_per_row(30, plain), 0
+    scheduler = Scheduler(model.target, model.drafter, plain, 4, cache_tokens=limit)
+    for number, prompt in enumerate(prompts_of([20, 20, 20])):
+        scheduler.admit(text(number, prompt, 10))
+    for _ in steps_of(scheduler, {}):
+        together = max(together, len(scheduler.decoding))
+        assert held(scheduler) <= limit
+    assert together == 2
+
+
 def test_a_kept_text_makes_room_for_equal_prompts_that_begin_like_it() -> None:
     """They go on from it, and it is dropped all the same."""
     first = text(4, prompts_of([40])[0], 10)
