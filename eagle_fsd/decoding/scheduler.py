@@ -83,7 +83,8 @@ class Scheduler:
         self.batch: Batch | None = None
         self._workspace: Workspace | None = None  # the batch's
         # An empty cache tells how many slots are allocated together.
-        self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
+        block = target.new_cache(1, 1).capacity
+        self.budget = CacheBudget(cache_tokens, block, tree, target.slots_of_states)
         if isinstance(prefix_tokens, PromptCache):
             self.prefixes = prefix_tokens.texts_of(target, self.drafter)
         else:

@@ -68,11 +68,11 @@ class TargetModel:
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
     logits. max_positions: the longest text, prompt included. kinds: of its attention. recurrent: whether
-    layers have states. media: the images and sounds in prompts. stepper: how the parts of a step are run.
-    ranks: the processes that hold a part of it each. pages: whether its graphs may attend over pages. Draft
-    models need False: pages show a token all slots before its own. ignored_defaults: options of the model's
-    generation_config that are not applied here, such as typical_p. The model itself is never changed, not
-    even temporarily.
+    layers have states. slots_of_states: see SavedRow. media: the images and sounds in prompts. stepper: how
+    the parts of a step are run. ranks: the processes that hold a part of it each. pages: whether its graphs
+    may attend over pages. Draft models need False: pages show a token all slots before its own.
+    ignored_defaults: options of the generation_config that are not applied here, such as typical_p. The model
+    is never changed, not even temporarily.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TargetModel:
             run_quantised(model)
         self.ranks = ranks
         self.held = model.eval()
-        self.stepper, self.recurrent = stepper, False
+        self.stepper, self.recurrent, self.slots_of_states = stepper, False, 0
         self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size

@@ -28,7 +28,10 @@ from eagle_fsd import EagleFSD, PromptCache, TreeConfig
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.prompts.prefix_cache import KeptText
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.drafting.tree_growth import slots_per_row
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER
@@ -299,6 +302,36 @@ def test_kept_states_count_as_the_tokens_that_take_as_much_memory() -> None:
     slot = sum(part.nbytes for layer in text.target.parts.values() for part in layer) / text.target.slots
     assert 0 <= (text.slots - len(text.tokens)) * slot - states < slot
     assert len(kept(text.slots)) == 1 and not kept(text.slots - 1)
+
+
+def test_states_of_running_texts_count_too() -> None:
+    target, prompts = target_of("qwen3_5"), prompts_of((20, 20, 20))
+    kept, plain = PromptCache(), TreeConfig(1)
+    EagleFSD(target, None).generate(prompts[:1], max_new_tokens=9, prompt_cache=kept, tree=plain)
+    (text,) = kept._texts.texts
+    states, slots = text.slots - len(text.tokens), slots_per_row(30, plain)
+    assert target.slots_of_states == states > 0
+
+    def scheduler_of(limit: int) -> Scheduler:
+        made = Scheduler(target, None, plain, 3, cache_tokens=limit)
+        for number, prompt in enumerate(prompts):
+            made.admit(Text(number, 10, Terms(()), prompt=prompt, stream=(0, number)))
+        return made
+
+    with pytest.raises(ValueError, match=f"needs {slots + states} slots of the cache: cache_tokens allows"):
+        scheduler_of(slots + states - 1)
+    for rows in (1, 2, 3):
+        scheduler = scheduler_of(rows * (slots + states))
+        texts, together, most = list(scheduler.waiting), 0, 0
+        while scheduler.busy:
+            scheduler.step()
+            if scheduler.batch is not None:
+                together = max(together, len(scheduler.decoding))
+                most = max(most, scheduler.batch.target.cache_bytes)
+        assert together == rows
+        slot = sum(part.nbytes for parts in text.target.parts.values() for part in parts) / text.target.slots
+        assert most <= rows * (slots + states) * slot
+        assert [one.new_tokens for one in texts] == greedy_alone(target.model, prompts, 10)
 
 
 @torch.inference_mode()

@@ -1,7 +1,8 @@
 """How much of the caches texts may take, counted in slots: one token's keys and values in target and drafter.
 
 Caches are rectangles: every row of a batch has as many slots as its longest text may need. So that is what is
-counted, and not the sum of what the texts need.
+counted, and not the sum of what the texts need. A target's states are in every row, and count as the slots
+that take as much memory.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from eagle_fsd.drafting.tree_growth import slots_per_row
 class CacheBudget:
     """A limit on slots. limit: None: there is none. block: slots that are allocated together.
 
-    tree: of every text; a row needs slots for its nodes and for their growth.
+    tree: of every text; a row needs slots for its nodes and for their growth. states: the slots of a row's.
     """
 
-    def __init__(self, limit: int | None, block: int, tree: TreeConfig) -> None:
+    def __init__(self, limit: int | None, block: int, tree: TreeConfig, states: int = 0) -> None:
         if limit is not None:
             require_integer("cache_tokens", limit, 1, "None sets no limit")
-        self.limit, self.block, self.tree = limit, block, tree
+        self.limit, self.block, self.tree, self.states = limit, block, tree, states
 
     def of_tokens(self, tokens: int) -> int:
         """Return the slots that are allocated for this many tokens."""
@@ -32,7 +33,7 @@ class CacheBudget:
 
     def of_text(self, text: Text) -> int:
         """Return the slots of a text at its longest."""
-        return self.of_tokens(slots_per_row(longest(text), self.tree))
+        return self.of_tokens(slots_per_row(longest(text), self.tree)) + self.states
 
     def of_batch(self, texts: Sequence[Text]) -> int:
         """Return the slots of a batch of these texts at their longest."""
@@ -55,7 +56,8 @@ class CacheBudget:
             return self.of_batches(first, joining)
         rows = max(batch.target.cache.rows, len(batch.active) + len(first) + len(joining))
         longest_row = max(map(self.of_text, [*batch.texts, *first, *joining]))
-        return rows * max(batch.target.cache.capacity, longest_row) + self.of_batch(joining)
+        now = batch.target.cache.capacity + self.states
+        return rows * max(now, longest_row) + self.of_batch(joining)
 
     def of_overtaking(self, batch: Batch | None, first: Sequence[Text], last: Sequence[Text]) -> int:
         """Return the most slots while `first` texts overtake `last` ones, whose prompts are being read.

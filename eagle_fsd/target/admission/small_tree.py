@@ -35,6 +35,7 @@ class Candidate(MaskedForward, Protocol):
     logits_transform: LogitsTransform
     flash: bool
     recurrent: bool
+    slots_of_states: int
     graphs: GraphDecoder | None
 
     @property
@@ -116,13 +117,15 @@ def difference_on(target: Candidate, part: int) -> float:
     """Return `tree_difference` on one text.
 
     The tree is a(b(d), c(e)) behind a prefix of two tokens; each of its two paths gets a plain forward. A
-    model with states reads its prefix twice over, in two parts, as a long prompt is read.
+    model with states reads its prefix twice over, in two parts, as a long prompt is read, which also tells
+    how large they are.
     """
     prefix, tokens, tree = small_tree(target, part)
     session = TargetSession(target, batch=1, capacity=16)
     session.prefill(torch.tensor([prefix], device=target.device), [2])
     if target.recurrent:
         session.prefill(torch.tensor([prefix], device=target.device), [2])
+        target.slots_of_states = session.save_row(0, 4).slots_of_states
         prefix = prefix * 2
     logits, _ = session.verify(tree)
     plain = plain_forward(target) if has_own_weights(target) else own_forward(target)
