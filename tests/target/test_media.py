@@ -11,7 +11,7 @@ from support.media_families import tiny_media_model
 from support.media_prompts import AFTER, BEFORE, BY_AXES, PLACE, PLACES, with_images, written
 from support.tiny_models import KnowingEngine, greedy_alone, tiny_head
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from eagle_fsd import EagleFSD, PromptCache, TreeConfig
 from eagle_fsd.core.padding import pad_left
@@ -137,7 +137,7 @@ def test_penalties_count_placeholders_as_hugging_face_does() -> None:
     assert made.new_tokens == [wanted] != [written(model, inputs, NEW_TOKENS)]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", HYBRID])
 def test_a_head_drafts_behind_an_image(kind: str) -> None:
     target = TargetModel(model_of(kind))
     engine = EagleFSD(target, tiny_head(hidden_size=target.hidden_size, vocab_size=target.vocab_size))
