@@ -10,15 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Body, Chat, Decoding, Endable
+from eagle_fsd.serving.requests.messages import Message, Messages
 from eagle_fsd.serving.tools.choice import AllowedTools, NamedTool, ToolChoice, Word
-from eagle_fsd.serving.tools.fields import (
-    Function,
-    Message,
-    Messages,
-    ResponseFormat,
-    Strict,
-    Tools,
-)
+from eagle_fsd.serving.tools.fields import Function, ResponseFormat, Strict, Tools
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]

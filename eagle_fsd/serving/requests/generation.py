@@ -21,6 +21,7 @@ from pydantic import (
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
+from eagle_fsd.serving.requests.messages import Message
 from eagle_fsd.serving.requests.unsupported import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
@@ -30,7 +31,6 @@ from eagle_fsd.serving.requests.unsupported import (
 from eagle_fsd.serving.tools.choice import Word
 from eagle_fsd.serving.tools.fields import (
     Function,
-    Message,
     OrText,
     Strict,
     StructuredOutputs,

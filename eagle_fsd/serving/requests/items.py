@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.tools.fields import CalledFunction, Message, OrText, Strict, ToolCall, require_parts
+from eagle_fsd.serving.requests.messages import CalledFunction, Message, ToolCall, require_parts
+from eagle_fsd.serving.tools.fields import OrText, Strict
 
 # What answers carry in an item or a part of one, or OpenAI's client adds to it, and clients send back.
 WITHOUT_EFFECT = (

@@ -12,6 +12,7 @@ from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Chat
 from eagle_fsd.serving.requests.items import Items, turns_of_items
+from eagle_fsd.serving.requests.messages import Message
 from eagle_fsd.serving.requests.unsupported import (
     UNSUPPORTED_RESPONSES,
     WITHOUT_EFFECT_RESPONSES,
@@ -22,7 +23,6 @@ from eagle_fsd.serving.tools.fields import (
     ANY_OBJECT,
     MOST_FUNCTIONS,
     Function,
-    Message,
     Strict,
     at_most,
     require_different,

@@ -10,7 +10,7 @@ from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import ApiError, wrong_value
 from eagle_fsd.serving.requests.generation import Chat
-from eagle_fsd.serving.tools.fields import Message
+from eagle_fsd.serving.requests.messages import Message
 from eagle_fsd.text.tool_calls import (
     OWN_FORMAT,
     CallFormat,
