@@ -141,6 +141,8 @@ def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> 
         required.add("PIL")
     if path.stem == "grammar":  # which is loaded where a form is asked for
         required.add("llguidance")
+    if path.stem == "images":  # which is loaded where a request has some
+        required.add("PIL")
     if wing_of(path) in {"serving", "serve"}:  # the extra; what FastAPI brings is named as well
         required |= {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}
     roots = {name.split(".")[0] for name in IMPORTS[path]}

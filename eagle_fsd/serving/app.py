@@ -113,7 +113,7 @@ class Service:
         feed = Feed()
         with self.tree.stays():
             choice = await asyncio.to_thread(self.choose, body)
-            prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
+            prompts = await self.reader.aside(body, self.reader.encode, choice.tools)
             stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
             texts = [prompt for prompt in prompts for _ in range(body.count)]
             jobs = [
@@ -166,11 +166,9 @@ class Service:
         """Return one token's text. It takes no lock, since encoding a long prompt may hold that for long."""
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
-    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)
-        special = body.add_special_tokens
-        read = self.reader
-        ids = read.text_ids(body.prompt, special) if body.prompt is not None else read.chat_ids(body)
+        ids = await self.reader.aside(body, self.reader.shown)
         return {"count": len(ids), "max_model_len": self.model.target.max_positions, "tokens": ids}
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
@@ -270,8 +268,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return service.card
 
     @app.post("/tokenize")
-    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        return service.tokenize(body)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return await service.tokenize(body)
 
     @app.post("/detokenize")
     def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def is_type_name(part: object) -> bool:
     return isinstance(part, str) and bool(
         re.match(
             r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|(Named|Allowed)Tools?$|"
-            r"(Text|Item)Part$|(Message|Call|Result)Item$)",
+            r"(Text|Image|Item|ImageItem)Part$|(Message|Call|Result)Item$)",
             part,
         )
     )

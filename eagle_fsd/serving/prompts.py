@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_fsd.core.checks import find_half_character, format_value, one_line
-from eagle_fsd.serving.choices import Chooser
+from eagle_fsd.hub.media.processor import process_chat, require_processor
+from eagle_fsd.hub.resolve import shown_name
+from eagle_fsd.serving.choices import Chooser, naming
 from eagle_fsd.serving.errors import ApiError, wrong_value
-from eagle_fsd.serving.requests.completions import CompletionRequest
+from eagle_fsd.serving.requests.completions import CompletionRequest, TokenizeRequest
 from eagle_fsd.serving.requests.generation import Chat, Templated
+from eagle_fsd.serving.requests.images import read_images
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
-from eagle_fsd.text.chat import ChatRefused, encode, encode_chat, require_tokenizer
+from eagle_fsd.target.media.reading import read_media, require_towers
+from eagle_fsd.text.chat import ChatEnd, ChatRefused, encode, encode_chat, require_tokenizer
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
@@ -26,11 +31,29 @@ TEMPLATE_FIELDS: dict[str, Any] = {
 }
 
 
+# The fields that say what stands behind the turns, if that is not the beginning of an answer.
+OTHER_ENDS: dict[str, ChatEnd] = {"continue_final_message": "open", "add_generation_prompt": "closed"}
+AnyPrompt = Templated | CompletionRequest
+Made = TypeVar("Made")
+
+
 class PromptReader:
     """Encodes the prompts of requests for one engine. choose: knows which ones it may take."""
 
     def __init__(self, model: EagleFSD, choose: Chooser) -> None:
-        self.tokenizer, self.choose = require_tokenizer(model.tokenizer), choose
+        self.model, self.choose = model, choose
+        self.tokenizer = require_tokenizer(model.tokenizer)
+        self._seeing = asyncio.Lock()
+        self._blind: str | None = None  # why no image is read
+
+    async def aside(self, body: AnyPrompt, work: Callable[..., Made], *args: Any) -> Made:
+        """Let a thread read a request's prompts with this function of the reader.
+
+        Those with images are read one at a time: they take much memory, and would hold up the threads.
+        """
+        several = self._seeing if has_images(body) else contextlib.nullcontext()
+        async with several:
+            return await asyncio.to_thread(work, body, *args)
 
     def require_few(self, body: Chat | CompletionRequest) -> None:
         """Raise ApiError for more texts than ever find room. It makes no list of them and encodes none."""
@@ -45,16 +68,27 @@ class PromptReader:
     def encode(self, body: Chat | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
         """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
         if isinstance(body, Chat):
-            prompts = [self.chat_ids(body, tools)]
+            inputs = self.chat_inputs(body, tools)
+            prompts = [ids_of(inputs)]
         else:
             prompts = [self.text_ids(one) for one in body.prompts]
             if not prompts:
                 raise wrong_value("prompt is empty: write something to continue", "prompt")
         for prompt in prompts:
             self.choose.require_prompt(prompt, body.source)
-        return prompts
+        if not has_images(body):
+            return prompts
+        with naming(body.source):
+            return [read_media(self.model.target, inputs)]
 
-    def chat_ids(self, body: Templated, tools: ToolPlan | None = None) -> list[int]:
+    def shown(self, body: TokenizeRequest) -> list[int]:
+        """Return the token ids of a text or a chat; in the places of images they are placeholders."""
+        if body.prompt is not None:
+            return self.text_ids(body.prompt, body.add_special_tokens)
+        return ids_of(self.chat_inputs(body))
+
+    def chat_inputs(self, body: Templated, tools: ToolPlan | None = None) -> Mapping[str, Any]:
+        """Return the input_ids [1, L] of a chat, and what the target's towers read if it has images."""
         turns, arguments = turns_of(body.turns, tools, self.choose.calls)
         parts: dict[str, Any] = {
             "instructions": getattr(body, "instructions", None),
@@ -65,24 +99,68 @@ class PromptReader:
             for text in texts_in(part):
                 require_unicode(text, name)
 
-        def written(asked: Templated) -> list[int]:
+        seen = has_images(body)
+        if seen:
+            turns = self.with_images(body, turns)
+
+        def written(asked: Templated) -> Mapping[str, Any]:
+            said = {**asked.template, **arguments}
+            if seen:
+                return self.processed(turns, said)
             with self.choose.encoding:
-                said = {**asked.template, **arguments}
-                return encode_chat(self.tokenizer, turns, said, asked.end)[0].tolist()
+                return {"input_ids": encode_chat(self.tokenizer, turns, said, asked.end)}
 
         try:
-            ids = written(body)
+            inputs = written(body)
         except ChatRefused as error:
             name, remedy = body.source, f"if no other chat will do, continue a text with {COMPLETIONS}"
+            remedy = "change it, or leave images out" if seen else remedy
             if (guilty := field_at_fault(body, written)) is not None:
                 name, remedy = guilty, "change it, or leave it out"
             raise wrong_value(f"{name}: {one_line(error.reason)}; {remedy}", name) from error
         if getattr(body, "documents", None):
             with contextlib.suppress(ChatRefused):  # a template that cannot do without them reads them
-                if written(body.model_copy(update={"documents": []})) == ids:
+                if ids_of(written(body.model_copy(update={"documents": []}))) == ids_of(inputs):
                     message = "documents: the model's chat template reads none; write them into a message"
                     raise ApiError(400, message, "unsupported_field", "documents")
-        return ids
+        return inputs
+
+    def with_images(self, body: Templated, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return turns with their images in place of the parts that hold them.
+
+        A processor must get no text of a client's there, which it would take for a path or a URL.
+        """
+        for name, end in OTHER_ENDS.items():
+            if body.end == end:
+                raise wrong_value(f"{name} beside images: an answer is a new turn there; leave it out", name)
+        with naming(body.source):
+            self.require_sight()
+            images = iter(read_images([part.image_url.url for one in body.turns for part in one.images]))
+        return [
+            {**turn, "content": [replaced(part, images) for part in turn["content"]]}
+            if isinstance(turn["content"], list)
+            else turn
+            for turn in turns
+        ]
+
+    def processed(self, turns: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the processor makes of a chat. Nobody else uses it; its tokenizer mostly is its own."""
+        processor = require_processor(self.model.processor)
+        shared = getattr(processor, "tokenizer", None) is self.tokenizer
+        with self.choose.encoding if shared else contextlib.nullcontext():
+            return process_chat(processor, turns, said)
+
+    def require_sight(self) -> None:
+        """Raise ValueError if the model reads text alone. What is loaded for that is tried once."""
+        require_towers(self.model.target)
+        if self._blind is None:
+            try:
+                require_processor(self.model.processor)
+            except ValueError as error:
+                name = getattr(self.model.processor, "name", "")  # a client need not know where it lies
+                self._blind = str(error).replace(name, shown_name(name)) if name else str(error)
+        if self._blind is not None:
+            raise ValueError(self._blind)
 
     def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
@@ -102,6 +180,19 @@ def field_at_fault(body: Templated, written: Callable[[Templated], object]) -> s
                 written(body.model_copy(update={name: nothing}))
                 return name
     return None
+
+
+def has_images(body: AnyPrompt) -> bool:
+    return isinstance(body, Templated) and body.has_images
+
+
+def replaced(part: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
+    return {**part, "image": next(images)} if part["type"] == "image" else part
+
+
+def ids_of(inputs: Mapping[str, Any]) -> list[int]:
+    ids: list[int] = inputs["input_ids"][0].tolist()
+    return ids
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -201,7 +201,7 @@ def test_a_value_of_another_kind_is_told_the_whole_rule(
         ({"stream": True, "stream_options": True}, "stream_options is true: Input should be a JSON object"),
         (
             {"messages": [{"role": "user", "content": [{"type": True, "text": "a"}]}]},
-            "content has a part of type true: this server reads text only; leave it out",
+            "content has a part of type true: only text and images are read here; leave it out",
         ),
     ],
 )

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.ext
+import jinja2.meta
 import transformers
 
 from eagle_fsd.core.checks import one_line
@@ -51,6 +54,39 @@ def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(part.get("type") != TEXT for one in contents if isinstance(one, list | tuple) for part in one)
 
 
+def require_processor(processor: Any) -> Any:
+    """Return transformers' processor. Raises ValueError for None, and for a source of none."""
+    if processor is None:
+        raise ValueError("there is no processor of images and sound: give EagleFSD one, or leave them out")
+    return processor.processor if isinstance(processor, ProcessorSource) else processor
+
+
+class Generation(jinja2.ext.Extension):
+    """Takes the tag that marks an assistant's words in some templates."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def own_template(processor: Any) -> str:
+    """Return a processor's chat template; "" if it has none."""
+    template = getattr(processor, "chat_template", None) or ""
+    return template.get("default", "") if isinstance(template, Mapping) else template
+
+
+@functools.lru_cache
+def variables_of(template: str) -> frozenset[str]:
+    """Return the names that a chat template reads.
+
+    A processor takes all other arguments as its own, such as images by their paths.
+    """
+    environment = jinja2.Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
 def process_chat(
     processor: Any, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
@@ -59,13 +95,7 @@ def process_chat(
     processor: transformers', or a ProcessorSource. messages, template: see EagleFSD.read_chat. Raises
     ValueError without a processor, and ChatRefused for what it does not take.
     """
-    if processor is None:
-        raise ValueError(
-            "the target reads text alone, for it has no processor: leave images and sound out, or use a "
-            "target that reads them"
-        )
-    if isinstance(processor, ProcessorSource):
-        processor = processor.processor
+    processor = require_processor(processor)
     turns = [
         {**message, "content": [{"type": TEXT, "text": content}]}
         if isinstance(content := message.get("content"), str)
@@ -74,7 +104,9 @@ def process_chat(
     ]
     given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     try:
-        made: Mapping[str, Any] = processor.apply_chat_template(turns, **{**(template or {}), **given})
+        known = variables_of(own_template(processor))
+        read = {name: value for name, value in (template or {}).items() if name in known}
+        made: Mapping[str, Any] = processor.apply_chat_template(turns, **{**read, **given})
     except (*REFUSALS, OSError, RuntimeError, ImportError) as error:
         raise ChatRefused(
             f"the target's processor does not take this chat ({one_line(error, 200)})",

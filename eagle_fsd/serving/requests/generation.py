@@ -215,6 +215,10 @@ class Templated(Body):
         """What was said so far."""
 
     @property
+    def has_images(self) -> bool:
+        return any(message.images for message in self.turns)
+
+    @property
     def template(self) -> dict[str, Any]:
         """The arguments of the chat template."""
         return self.chat_template_kwargs

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.requests.messages import CalledFunction, Message, ToolCall, require_parts
+from eagle_fsd.serving.requests.messages import (
+    CalledFunction,
+    Message,
+    ToolCall,
+    refuse_images,
+    require_parts,
+)
 from eagle_fsd.serving.tools.fields import OrText, Strict
 
 # What answers carry in an item or a part of one, or OpenAI's client adds to it, and clients send back.
@@ -26,22 +32,51 @@ class Kept(Strict):
 
 
 class ItemPart(Kept):
-    """A part of a message or a result; texts are the only kind."""
+    """A part of a message or a result that is text."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: str
 
+    @property
+    def part(self) -> dict[str, Any]:
+        """The part as chats have it."""
+        return {"type": "text", "text": self.text}
+
+
+class ImageItemPart(Kept):
+    """A part of a message that is an image in a data: URL. detail has no effect, as in chats."""
+
+    without_effect: ClassVar[Sequence[str]] = (*WITHOUT_EFFECT, "detail")
+
+    type: Literal["input_image"]
+    image_url: str
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
 
 def as_parts(value: Any, info: ValidationInfo) -> Any:
-    """Return a field's texts as parts. Raises ValueError for what is no text."""
-    require_parts(info.field_name, value, TEXTS)
+    """Return a field's texts as parts. Raises ValueError for what is not read there."""
+    require_parts(info.field_name, value, (*TEXTS, "input_image") if info.field_name == "content" else TEXTS)
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     refused = {"refusal": "text"}  # where a part of this type has its text
     return [{refused.get(name, name): said for name, said in part.items()} for part in value]
 
 
-Parts = Annotated[list[ItemPart], Field(fail_fast=True), BeforeValidator(as_parts), OrText()]
+def kind_of_item_part(part: Any) -> str:
+    """Return the class of a part, as pydantic's error has it; see is_type_name."""
+    kind = part.get("type") if isinstance(part, Mapping) else part.type
+    return "ImageItemPart" if kind == "input_image" else "ItemPart"
+
+
+Texts = Annotated[list[ItemPart], Field(fail_fast=True), BeforeValidator(as_parts), OrText()]
+AnyPart = Annotated[
+    Annotated[ItemPart, Tag("ItemPart")] | Annotated[ImageItemPart, Tag("ImageItemPart")],
+    Discriminator(kind_of_item_part),
+]
+Parts = Annotated[list[AnyPart], Field(fail_fast=True), BeforeValidator(as_parts), OrText()]
 
 
 class MessageItem(Kept):
@@ -49,8 +84,22 @@ class MessageItem(Kept):
     role: Literal["system", "developer", "user", "assistant"]
     content: Parts
 
+    @model_validator(mode="after")
+    def require_users_images(self) -> MessageItem:
+        if self.has_images:
+            refuse_images(self.role)
+        return self
+
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(part, ImageItemPart) for part in self.content)
+
     @property
     def turn(self) -> Message:
+        if self.has_images:
+            return Message.model_validate(
+                {"role": self.role, "content": [part.part for part in self.content]}
+            )
         return Message(role=self.role, content=text_of(self.content))
 
 
@@ -71,7 +120,7 @@ class ResultItem(Kept):
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=200)
-    output: Parts
+    output: Texts
     name: str | None = None
 
     @property
@@ -80,8 +129,8 @@ class ResultItem(Kept):
         return Message(role="tool", content=said, tool_call_id=self.call_id, name=self.name)
 
 
-def text_of(parts: Sequence[ItemPart]) -> str:
-    return "".join(part.text for part in parts)
+def text_of(parts: Sequence[ItemPart | ImageItemPart]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, ItemPart))
 
 
 def kind_of(item: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from eagle_fsd.serving.errors import format_json
-from eagle_fsd.serving.tools.fields import Cacheable, Strict, excess_of
+from eagle_fsd.serving.tools.fields import Cacheable, OrText, Strict, excess_of
 from eagle_fsd.text.tool_calls import refuse_constant
 
 
@@ -26,16 +26,55 @@ def require_parts(name: str | None, value: Any, types: Sequence[str | None]) -> 
         )
     for part in value:
         if (kind := part.get("type")) not in types:
+            read = "text and images are" if any("image" in one for one in types if one) else "text is"
             raise ValueError(
-                f"{name} has a part of type {format_json(kind)}: this server reads text only; leave it out"
+                f"{name} has a part of type {format_json(kind)}: only {read} read here; leave it out"
             )
 
 
 class TextPart(Cacheable):
-    """A part of a message; texts are the only kind."""
+    """A part of a message that is text."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Strict):
+    """An image in a data: URL. detail, which is for OpenAI's own towers, has no effect."""
+
+    without_effect: ClassVar[Sequence[str]] = ("detail",)
+
+    url: str
+
+
+def as_image_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ImagePart(Cacheable):
+    """A part of a message that is an image."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(as_image_url), OrText()]
+
+
+def kind_of_part(part: Any) -> str:
+    """Return the class of a part, as pydantic's error has it; see is_type_name."""
+    kind = part.get("type") if isinstance(part, dict) else part.type
+    return "ImagePart" if kind == "image_url" else "TextPart"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")], Discriminator(kind_of_part)
+]
+
+
+def refuse_images(role: str) -> None:
+    """Raise ValueError unless messages of this role may have images."""
+    if role != "user":
+        raise ValueError(
+            f"content has an image in a message of the role {role}: only the user's may; leave it out"
+        )
 
 
 class CalledFunction(Strict):
@@ -101,7 +140,7 @@ class Message(Cacheable):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     # To note what is wrong with each of a million parts would hold up all streams: the first one is enough.
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
+    content: str | Annotated[list[Part], Field(fail_fast=True)] = ""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_call_id: str | None = None
     name: str | None = None
@@ -116,7 +155,7 @@ class Message(Cacheable):
     @field_validator("content", mode="before")
     @classmethod
     def require_text(cls, value: Any) -> Any:
-        require_parts("content", value, ("text", None))
+        require_parts("content", value, ("text", "image_url", None))
         return value
 
     @model_validator(mode="after")
@@ -129,12 +168,19 @@ class Message(Cacheable):
             raise ValueError("tool_call_id is for messages of the role tool: leave it out")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id is missing: say which call this is the result of")
+        if self.images:
+            refuse_images(self.role)
         return self
 
     @property
     def text(self) -> str:
-        content = self.content
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def images(self) -> Sequence[ImagePart]:
+        return [part for part in self.content if isinstance(part, ImagePart)]
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validato
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Chat
-from eagle_fsd.serving.requests.items import Items, turns_of_items
+from eagle_fsd.serving.requests.items import Items, MessageItem, turns_of_items
 from eagle_fsd.serving.requests.messages import Message
 from eagle_fsd.serving.requests.unsupported import (
     UNSUPPORTED_RESPONSES,
@@ -168,6 +168,10 @@ class ResponsesRequest(Chat):
         if turns[0].role in ("system", "developer"):  # many templates have one such message, at the beginning
             said, turns = f"{said}\n\n{turns[0].text}", turns[1:]
         return [Message(role="system", content=said), *turns]
+
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(item, MessageItem) and item.has_images for item in self.input)
 
     @property
     def functions(self) -> Sequence[Function]:

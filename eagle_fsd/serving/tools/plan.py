@@ -10,7 +10,7 @@ from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import ApiError, wrong_value
 from eagle_fsd.serving.requests.generation import Chat
-from eagle_fsd.serving.requests.messages import Message
+from eagle_fsd.serving.requests.messages import ImagePart, Message
 from eagle_fsd.text.tool_calls import (
     OWN_FORMAT,
     CallFormat,
@@ -108,8 +108,18 @@ def role_of(message: Message) -> str:
     return "system" if message.role == "developer" else message.role
 
 
+def content_of(message: Message) -> str | list[dict[str, Any]]:
+    """Return what a message says: a text, or parts where it has images, which are yet to be read."""
+    if isinstance(message.content, str) or not message.images:
+        return message.text
+    return [
+        {"type": "image", "image": part} if isinstance(part, ImagePart) else part.model_dump()
+        for part in message.content
+    ]
+
+
 def as_known_turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": role_of(message), "content": message.text}
+    turn: dict[str, Any] = {"role": role_of(message), "content": content_of(message)}
     if message.tool_calls:
         turn["tool_calls"] = [
             {"type": "function", "function": {"name": call.function.name, "arguments": call.function.read}}
@@ -126,6 +136,8 @@ def as_known_turn(message: Message) -> dict[str, Any]:
 def as_plain_turn(message: Message) -> dict[str, Any]:
     if message.role == "tool":
         return {"role": "tool", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
+    if message.images:
+        return {"role": role_of(message), "content": content_of(message)}
     calls = [call_text(call.function.name, call.function.read, OWN_FORMAT) for call in message.tool_calls]
     return {"role": role_of(message), "content": "\n".join(filter(None, [message.text, *calls]))}
 

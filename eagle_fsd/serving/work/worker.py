@@ -225,8 +225,8 @@ class Worker:
         self._number += 1
         job.stats = GenerationStats()
         text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream, job.top_logprobs)
-        text.words = self.model.target.media.words_of(job.prompt)
         try:
+            text.words = self.model.target.media.words_of(job.prompt)
             if job.stopping is not None:
                 text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
             self._scheduler.admit(text)
@@ -306,7 +306,8 @@ class Worker:
 
     def _count(self, job: Job, news: News) -> None:
         """Note that a text has ended: what it taught, how long it took."""
-        self._learning.note(job.prompt, job.token_ids, news.finish_reason)
+        if max(job.prompt, default=0) < self.model.target.vocab_size:  # a head sees no images
+            self._learning.note(job.prompt, job.token_ids, news.finish_reason)
         self._ended += 1
         if self._ended % RELEASE_EVERY == 0:
             release_freed_memory()

@@ -36,12 +36,7 @@ def read_media(target: TargetModel, inputs: Mapping[str, Any]) -> list[int]:
     in the places of images are beyond the vocabulary. The first prompt is read whole as well, as a test.
     Raises ValueError if the target cannot read them.
     """
-    if target.graphs is not None or target.ranks.several:
-        where = "on several ranks" if target.ranks.several else "with OpenVINO"
-        raise ValueError(
-            f"images and sound are not read {where}: torch must compute them in one process; load the target "
-            "with runtime='torch'"
-        )
+    require_towers(target)
     tokens, given = split_inputs(target, inputs)
     parts = (one for _, one in sorted(given.items()) if isinstance(one, Tensor))
     key = digest_tensors(part for part in parts if part.shape != tokens.shape)  # the text around may differ
@@ -59,6 +54,16 @@ def read_media(target: TargetModel, inputs: Mapping[str, Any]) -> list[int]:
         check_reading(target, ids, logits)
         target.media.admitted = True
     return ids
+
+
+def require_towers(target: TargetModel) -> None:
+    """Raise ValueError if images and sound cannot be read where this target is computed."""
+    if target.graphs is not None or target.ranks.several:
+        where = "on several ranks" if target.ranks.several else "with OpenVINO"
+        raise ValueError(
+            f"images and sound are not read {where}: torch must compute them in one process; load the target "
+            "with runtime='torch'"
+        )
 
 
 def split_inputs(target: TargetModel, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
