@@ -148,7 +148,7 @@ def test_the_order_of_images_counts(client: TestClient) -> None:
 def test_the_next_turn_reads_what_is_new_alone(client: TestClient) -> None:
     first = answer(client, messages=asking(picture(7)), suppress_tokens=[PLACE])
     before = first["usage"]["prompt_tokens"]
-    later = [{"role": "assistant", "content": said(first)}, {"role": "user", "content": "And?"}]
+    later = [{"role": "assistant", "content": said(first)}, {"role": "user", "content": "And? " * 20}]
     again = answer(client, messages=[*asking(picture(7)), *later])
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= before
     assert said(again) == alone([*of_engine(picture(7)), *later])
@@ -306,6 +306,7 @@ LAST = {"role": "assistant", "content": "I see"}
          "input.0.content.0.file_id", "input.0.content.0.file_id is not a field"),
         (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "a", "output": [INPUT]}]},
          "input.0.output", "output has a part of type 'input_image': only text is read here"),
+        (CHATS, {"messages": asking(picture(), "x" * 2000)}, "messages", "messages has 2021 tokens: at most"),
         ("/tokenize", {"messages": [{"role": "user", "content": [image_part("x.png")]}]}, "messages",
          "messages: image 1 is 'x.png': this server fetches nothing"),
     ],
