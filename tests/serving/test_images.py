@@ -21,7 +21,7 @@ pytest.importorskip("PIL", reason='images need the extra: pip install "eagle-fsd
 
 from PIL import Image
 from starlette.testclient import TestClient
-from support.media_engine import data_url, media_engine, picture, tiny_processor
+from support.media_engine import data_url, media_engine, new_media_engine, picture, tiny_processor
 from support.media_prompts import PLACE
 from support.serving import settings
 from support.tiny_engine import CHAT, TREE, tiny_engine
@@ -179,6 +179,17 @@ def test_chats_of_text_alone_take_no_processor(client: TestClient, monkeypatch: 
     monkeypatch.setattr(prompts, "process_chat", lambda *_: pytest.fail("it was asked"))
     parts = [{"role": "user", "content": [text_part("H"), text_part("i")]}]
     assert said(answer(client, messages=CHAT)) == said(answer(client, messages=parts)) == alone(CHAT)
+
+
+def test_images_of_texts_that_wait_are_not_forgotten() -> None:
+    model = new_media_engine()
+    model.target.media.limit = 1  # byte: only the last request's are kept beside those in use
+    with (
+        TestClient(create_app(model, settings(limits=Limits(max_rows=1)))) as client,
+        ThreadPoolExecutor(5) as pool,
+    ):
+        found = list(pool.map(lambda seed: said(answer(client, messages=asking(picture(seed)))), range(5)))
+    assert found == [alone(of_engine(picture(seed))) for seed in range(5)]
 
 
 # -- token ids ----------------------------------------

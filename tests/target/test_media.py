@@ -167,12 +167,19 @@ def test_the_least_used_images_go_first() -> None:
     one = table.add("a", *parts)
     two = table.add("b", *parts)
     assert (one.first, two.first, table.end) == (96, 98, 100)
+    del one, two
     assert table.words(torch.tensor([3, 96, 99])).tolist() == [3, PLACE, PLACE]
     table.find("a")
     table.add("c", *parts), table.add("d", *parts)
     assert table.find("b") is None
     with pytest.raises(ValueError, match="holds 98, which stands for no image or sound that is kept"):
         table.words(torch.tensor([98]))
+    (held,) = table.held([5, 96, 97])
+    table.add("e", *parts), table.add("f", *parts), table.add("g", *parts)
+    assert table.find("a") is None and table.words(torch.tensor([97])).tolist() == [PLACE]
+    del held
+    with pytest.raises(ValueError, match="holds 97"):
+        table.words(torch.tensor([97]))
 
 
 @pytest.mark.parametrize("kind", ["aya_vision", "qwen2_5_vl"])

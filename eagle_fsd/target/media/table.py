@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class MediaTable:
 
     vocab_size: the first id of a place; none is given twice. by_axes: whether positions behind an image are
     not those of slots, as in Qwen2-VL and others after it. limit: the bytes that embeddings may take; the
-    least recently used go first. admitted: whether a prompt with media was read right.
+    least recently used go first, but for those that somebody holds. admitted: whether a prompt with media was
+    read right.
     """
 
     def __init__(self, vocab_size: int, by_axes: bool = False, limit: int = LIMIT) -> None:
@@ -64,6 +66,7 @@ class MediaTable:
         self.admitted = False
         self._next = vocab_size
         self._found: OrderedDict[str, Media] = OrderedDict()
+        self._held: WeakValueDictionary[int, Media] = WeakValueDictionary()  # by their first ids
         self._lock = threading.Lock()
 
     @classmethod
@@ -87,7 +90,7 @@ class MediaTable:
     def add(self, key: str, words: Tensor, *parts: Any) -> Media:
         """Keep media under a key, with ids of their own. words, parts: the fields of Media, in order."""
         with self._lock:
-            made = self._found[key] = Media(self._next, words, *parts)
+            made = self._found[key] = self._held[self._next] = Media(self._next, words, *parts)
             self._next = made.end
             while len(self._found) > 1 and sum(one.nbytes for one in self._found.values()) > self.limit:
                 self._found.popitem(last=False)
@@ -101,14 +104,15 @@ class MediaTable:
         if self._next == self.vocab_size or not bool((beyond := tokens >= self.vocab_size).any()):
             return []
         with self._lock:
-            kept = list(self._found.items())
+            kept, keys = list(self._held.values()), {one.first: key for key, one in self._found.items()}
         found = []
-        for key, one in kept:
+        for one in kept:
             where = (tokens >= one.first) & (tokens < one.end)
             if bool(where.any()):
                 found.append((one, where))
                 beyond = beyond & ~where
-                self.find(key)  # it is in use
+                if one.first in keys:
+                    self.find(keys[one.first])  # it is in use
         if bool(beyond.any()):
             raise ValueError(
                 f"input_ids holds {int(tokens[beyond][0])}, which stands for no image or sound that is kept: "
@@ -122,6 +126,10 @@ class MediaTable:
             words = one.words.to(tokens.device)
             tokens = torch.where(where, words[(tokens - one.first).clamp(0, len(words) - 1)], tokens)
         return tokens
+
+    def held(self, prompt: Sequence[int]) -> list[Media]:
+        """Return the media of a prompt, which are there as long as they are held. Raises as `among` does."""
+        return [one for one, _ in self.among(torch.tensor(prompt, device="cpu"))]
 
     def words_of(self, prompt: Sequence[int]) -> Sequence[int]:
         """Return a prompt's tokens as a processor writes them; see `words`."""
