@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_fsd.core.checks import find_half_character, format_value, one_line
-from eagle_fsd.hub.media.processor import process_chat, require_processor
+from eagle_fsd.hub.media.processor import ProcessorSource, process_chat, require_processor
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.choices import Chooser, naming
 from eagle_fsd.serving.errors import ApiError, wrong_value
@@ -29,8 +29,6 @@ TEMPLATE_FIELDS: dict[str, Any] = {
     "chat_template_kwargs": {},
     "continue_final_message": False,
 }
-
-
 # The fields that say what stands behind the turns, if that is not the beginning of an answer.
 OTHER_ENDS: dict[str, ChatEnd] = {"continue_final_message": "open", "add_generation_prompt": "closed"}
 AnyPrompt = Templated | CompletionRequest
@@ -157,8 +155,10 @@ class PromptReader:
             try:
                 require_processor(self.model.processor)
             except ValueError as error:
-                name = getattr(self.model.processor, "name", "")  # a client need not know where it lies
-                self._blind = str(error).replace(name, shown_name(name)) if name else str(error)
+                self._blind = str(error)
+                if isinstance(source := self.model.processor, ProcessorSource):
+                    for place in (str(source.folder), source.name):  # a client need not know where it lies
+                        self._blind = self._blind.replace(place, shown_name(place))
         if self._blind is not None:
             raise ValueError(self._blind)
 
