@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+import shutil
 import struct
+import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -23,14 +26,14 @@ from PIL import Image
 from starlette.testclient import TestClient
 from support.media_engine import data_url, media_engine, new_media_engine, picture, tiny_processor
 from support.media_prompts import PLACE
-from support.serving import settings
+from support.serving import running, settings
 from support.tiny_engine import CHAT, TREE, tiny_engine
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.hub.media.processor import ProcessorSource
 from eagle_fsd.serving import prompts
 from eagle_fsd.serving.app import create_app
-from eagle_fsd.serving.choices import Limits
+from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.requests import images
 
 CHATS, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
@@ -403,6 +406,18 @@ def test_images_are_upright_and_have_three_colours() -> None:
     assert (found.size, found.mode) == ((30, 20), "RGB")
     (grey,) = images.read_images([data_url(picture().convert("LA"))])
     assert grey.mode == "RGB"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_command_of_the_page_is_answered(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"### Images\n\n```sh\n(.*?)```", page, re.DOTALL)
+    picture(4).save(tmp_path / "cat.png")
+    few = settings(defaults=Defaults(max_new_tokens=TOKENS))
+    with running(few, media_engine()) as (url, _):
+        command = command.replace("http://127.0.0.1:8000", url)
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=True)
+    assert said(json.loads(done.stdout)) == alone(of_engine(picture(4), "What is this?"))
 
 
 def test_programs_are_told_of_the_parts(client: TestClient) -> None:
