@@ -30,7 +30,7 @@ from support.serving import running, settings
 from support.tiny_engine import CHAT, TREE, tiny_engine
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.hub.media.processor import ProcessorSource
+from eagle_fsd.hub.media.processor import ProcessorSource, process_chat
 from eagle_fsd.serving import prompts
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
@@ -176,6 +176,21 @@ def test_texts_of_clients_reach_the_processor_as_text_alone(client: TestClient, 
     for asked in ({"images": [path]}, {"processor_kwargs": {"images": [path]}}, {"do_resize": False}):
         found = answer(client, messages=asking(picture()), chat_template_kwargs=asked)
         assert said(found) == alone(of_engine(picture()))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools %}{{ tools[0]['name'] }}{% endif %}",
+        "{% for one in tools %}{% generation %}{{ one['name'] }}{% endgeneration %}{% break %}{% endfor %}",
+    ],
+)
+def test_a_processors_template_gets_what_it_reads(template: str) -> None:
+    processor = tiny_processor()
+    processor.chat_template = template + "<image>{{ images }}{{ mood }}"
+    given = {"tools": [{"name": "called"}], "images": "1", "mood": 2, "text": "three", "padding_side": "left"}
+    ids = process_chat(processor, of_engine(picture()), given)["input_ids"][0]
+    assert processor.tokenizer.decode(ids) == "<s>called" + "<image>" * 4 + "12"
 
 
 def test_chats_of_text_alone_take_no_processor(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
