@@ -11,7 +11,7 @@ from eagle_fsd.core.checks import find_half_character, format_value, one_line
 from eagle_fsd.hub.media.processor import ProcessorSource, process_chat, require_processor
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.choices import Chooser, naming
-from eagle_fsd.serving.errors import ApiError, wrong_value
+from eagle_fsd.serving.errors import ApiError, queue_full, wrong_value
 from eagle_fsd.serving.requests.completions import CompletionRequest, TokenizeRequest
 from eagle_fsd.serving.requests.generation import Chat, Templated
 from eagle_fsd.serving.requests.images import read_images
@@ -31,6 +31,7 @@ TEMPLATE_FIELDS: dict[str, Any] = {
 }
 # The fields that say what stands behind the turns, if that is not the beginning of an answer.
 OTHER_ENDS: dict[str, ChatEnd] = {"continue_final_message": "open", "add_generation_prompt": "closed"}
+LONGEST_WAIT = 60  # seconds
 AnyPrompt = Templated | CompletionRequest
 Made = TypeVar("Made")
 
@@ -41,17 +42,25 @@ class PromptReader:
     def __init__(self, model: EagleFSD, choose: Chooser) -> None:
         self.model, self.choose = model, choose
         self.tokenizer = require_tokenizer(model.tokenizer)
-        self._seeing = asyncio.Lock()
+        self._seeing, self._line = asyncio.Lock(), 0  # how many chats with images are read, or wait for it
         self._blind: str | None = None  # why no image is read
 
     async def aside(self, body: AnyPrompt, work: Callable[..., Made], *args: Any) -> Made:
         """Let a thread read a request's prompts with this function of the reader.
 
-        Those with images are read one at a time: they take much memory, and would hold up the threads.
+        Those with images are read one at a time: they take much memory, and would hold up the threads. Raises
+        ApiError if as many wait for that as texts may wait.
         """
-        several = self._seeing if has_images(body) else contextlib.nullcontext()
-        async with several:
+        if not has_images(body):
             return await asyncio.to_thread(work, body, *args)
+        if self._line >= self.choose.limits.most_texts:
+            raise queue_full(self._line, min(self._line, LONGEST_WAIT))
+        self._line += 1
+        try:
+            async with self._seeing:
+                return await asyncio.to_thread(work, body, *args)
+        finally:
+            self._line -= 1
 
     def require_few(self, body: Chat | CompletionRequest) -> None:
         """Raise ApiError for more texts than ever find room. It makes no list of them and encodes none."""

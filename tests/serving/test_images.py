@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -10,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,9 @@ from eagle_fsd.hub.media.processor import ProcessorSource, process_chat
 from eagle_fsd.serving import prompts
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
+from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.serving.requests import images
+from eagle_fsd.serving.requests.completions import ChatRequest
 
 CHATS, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 TOKENS = 20
@@ -208,6 +212,32 @@ def test_images_of_texts_that_wait_are_not_forgotten() -> None:
     ):
         found = list(pool.map(lambda seed: said(answer(client, messages=asking(picture(seed)))), range(5)))
     assert found == [alone(of_engine(picture(seed))) for seed in range(5)]
+
+
+def test_chats_with_images_are_read_one_at_a_time_and_the_line_has_an_end() -> None:
+    limits, go_on = Limits(max_rows=1, max_queue=1), threading.Event()
+    reader = create_app(media_engine(), settings(limits=limits)).state.service.reader
+    inside: list[int] = []
+
+    def work(_body: Any, number: int) -> int:
+        inside.append(number)
+        assert go_on.wait(30)
+        inside.remove(number)
+        return len(inside)
+
+    async def ask() -> list[Any]:
+        seen = ChatRequest.model_validate({"messages": asking(picture())})
+        text = ChatRequest.model_validate({"messages": CHAT})
+        waiting = [asyncio.ensure_future(reader.aside(seen, work, number)) for number in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="the server is busy, and 2 texts wait already") as caught:
+            await reader.aside(seen, work, 2)
+        assert caught.value.status == 429
+        assert await reader.aside(text, lambda _body: "read") == "read"
+        go_on.set()
+        return [*await asyncio.gather(*waiting), await reader.aside(seen, work, 3)]
+
+    assert asyncio.run(ask()) == [0, 0, 0]
 
 
 # -- token ids ----------------------------------------
