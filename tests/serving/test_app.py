@@ -373,8 +373,8 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content",
-            "invalid_value",
+            "messages.0.content.0.image_url.url",
+            "missing_field",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": {}}]}]},
