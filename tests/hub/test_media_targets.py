@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.media_engine import save_llava, tiny_processor
 from support.media_families import tiny_media_config, tiny_media_model
-from support.media_folder import image_processor, save_llava
 from support.media_prompts import written
 from support.tiny_models import greedy_alone
 from support.tiny_tokenizer import tiny_tokenizer
@@ -137,7 +137,7 @@ def asking(picture: object) -> list[dict[str, Any]]:
 def test_the_models_own_processor_reads_a_chat_with_images(llava: Path, picture: Path) -> None:
     engine = EagleFSD.from_pretrained(llava, "none", lookup=True, device="cpu")
     prompt = engine.read_chat(asking(str(picture)))
-    inputs = process_chat(image_processor(), asking(str(picture)))
+    inputs = process_chat(tiny_processor(), asking(str(picture)))
     assert engine.target.media.words_of(prompt) == inputs["input_ids"][0].tolist()
     assert [token >= 96 for token in prompt].count(True) == 4
     wanted = written(tiny_media_model("llava"), dict(inputs), 16)
@@ -173,7 +173,7 @@ def test_the_command_line_takes_images(
     rest = ["--max-new-tokens", "16", "--total-tokens", "8", "--json", "--system", "Look.", "What is this?"]
     assert main([*model, "--image", str(picture), *rest]) == 0
     answer = json.loads(capsys.readouterr().out)
-    inputs = process_chat(image_processor(), asking(str(picture)))
+    inputs = process_chat(tiny_processor(), asking(str(picture)))
     assert answer["token_ids"] == written(tiny_media_model("llava"), dict(inputs), 16)
     assert answer["runtime"] == "torch"
 

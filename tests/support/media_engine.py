@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from functools import cache
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -41,6 +42,13 @@ def tiny_processor() -> ProcessorMixin:
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
+
+
+def save_llava(folder: Path) -> Path:
+    """Save the model with all that is beside it in a repository, and return its folder."""
+    tiny_media_model("llava").save_pretrained(folder)
+    tiny_processor().save_pretrained(folder)
+    return folder
 
 
 def new_media_engine() -> EagleFSD:

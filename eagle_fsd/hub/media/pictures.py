@@ -11,17 +11,17 @@ EXTRA = 'run pip install "eagle-fsd[images]"'
 
 
 def open_picture(source: Path | IO[bytes], name: str) -> Any:
-    """Return a picture in RGB, as processors take it. name: what an error calls it.
+    """Return a picture in RGB, upright, as transformers reads it from a file. name: what an error calls it.
 
     Raises ValueError for what is none, or too large for pillow's limit, and where pillow is missing.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ValueError(f"{name} needs pillow: {EXTRA}") from error
     try:
         with Image.open(source) as picture:
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"{name} is no picture that can be read ({one_line(error, 100)}): it must be a PNG or JPEG file, "

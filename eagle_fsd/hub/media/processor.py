@@ -57,7 +57,10 @@ def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
 def require_processor(processor: Any) -> Any:
     """Return transformers' processor. Raises ValueError for None, and for a source of none."""
     if processor is None:
-        raise ValueError("there is no processor of images and sound: give EagleFSD one, or leave them out")
+        raise ValueError(
+            "the target reads text alone, for it has no processor: leave images and sound out, or use a "
+            "target that reads them"
+        )
     return processor.processor if isinstance(processor, ProcessorSource) else processor
 
 
