@@ -405,7 +405,7 @@ def test_models_of_text_alone_refuse_images_and_load_nothing(
     (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
     source = ProcessorSource(str(tmp_path / "text"), tmp_path / "text")
     for processor, message in (
-        (None, "messages: there is no processor of images and sound"),
+        (None, "messages: the target reads text alone, for it has no processor"),
         (source, "messages: target 'text' "),
     ):
         model = EagleFSD(whole.target, whole.drafter, whole.tokenizer, "tiny", processor=processor)
