@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.arguments import check_early
-from eagle_fsd.cli.conversation import HELP, Again, Conversation, Dropped, Exit, as_utf8, read_messages
+from eagle_fsd.cli.conversation import (
+    HELP,
+    Again,
+    Content,
+    Conversation,
+    Dropped,
+    Exit,
+    Turn,
+    as_utf8,
+    read_messages,
+)
 from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import (
     add_generation_flags,
@@ -44,6 +54,8 @@ from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
@@ -117,7 +129,7 @@ class Chat:
         settler.within_budget(rule, settled.sampling, tree if isinstance(tree, TreeConfig) else None)
         return settled
 
-    def answer(self, message: str, before: list[dict[str, str]] | None = None) -> None:
+    def answer(self, message: Content, before: list[Turn] | None = None) -> None:
         """Answer a message and add both to the conversation. Ctrl-C ends the answer after the step in hand.
 
         A second Ctrl-C does not wait for the step. before: the turns that it follows; None: all so far.
@@ -126,7 +138,6 @@ class Chat:
         """
         from eagle_fsd.decoding.options import settle_options
         from eagle_fsd.decoding.steps.origins import TokenOrigins
-        from eagle_fsd.text.chat import encode_chat
         from eagle_fsd.text.streamed import StreamedText
 
         before = self.conversation.turns if before is None else before
@@ -142,7 +153,7 @@ class Chat:
         options = replace(
             options, observer=origins if self.coloured else None, tree=tree, prompt_cache=self.kept
         )
-        input_ids = encode_chat(self.model.tokenizer, turns, args.chat_template_args)
+        input_ids, sees = self.encoded(turns)
         length, most = input_ids.shape[1], self.model.target.max_positions - 1
         if length > most:
             raise ValueError(
@@ -175,12 +186,24 @@ class Chat:
         tell(summary(answer))
         self.number += 1
         self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
-        if self.adapter is not None:
+        if self.adapter is not None and not sees:
             self.adapter.add(input_ids[0].tolist(), answer.token_ids)
             with defer_interrupt():
                 self.adapter, _ = update_between(self.adapter)
         if not answer.interrupted and self.model.settler.measure_postponed():
             self.trees.clear()  # the next answer has the one that was chosen
+
+    def encoded(self, turns: Sequence[Turn]) -> tuple[Tensor, bool]:
+        """Return the token ids [1, L] of a chat that waits for its answer, and whether it has images."""
+        import torch
+
+        from eagle_fsd.hub.media.processor import has_media
+        from eagle_fsd.text.chat import encode_chat
+
+        arguments = self.conversation.args.chat_template_args
+        if not has_media(turns):
+            return encode_chat(self.model.tokenizer, turns, arguments), False
+        return torch.tensor([self.model.read_chat(turns, **arguments)], device="cpu"), True
 
     def obey(self, command: str) -> None:
         try:
@@ -223,7 +246,7 @@ class Chat:
                     if text.startswith("/") and not pasted:
                         self.obey(text)
                     else:
-                        self.answer(text)
+                        self.answer(self.conversation.take(text))
             except Exit:
                 return
             except (ValueError, FloatingPointError, UserError) as error:  # a chat that is too long, ...

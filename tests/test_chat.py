@@ -685,3 +685,53 @@ def test_commands_are_told_from_what_follows_them() -> None:
     for line in ("/Threshold 0.2", "/reset! now", "/"):
         with pytest.raises(ValueError, match=f"^{line.split()[0]} is no command: /help lists them"):
             conversation.command(line)
+
+
+def test_a_message_about_images(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They go with one message, stay in the chat, and are saved by their paths."""
+    media = pytest.importorskip("support.media_engine", reason="needs pillow")
+    engine, saved = media.media_engine(), tmp_path / "chat.json"
+    for number in range(2):
+        media.picture(number).save(tmp_path / f"{number}.png")
+    lines = [
+        *(f"/image {tmp_path / '0.png'}", f"/image '{tmp_path / '1.png'}'", "What?", "And now?", "/again"),
+        *(f"/save {saved}", "/undo", "/undo", f"/load {saved}", "/again", "/image", "/image lost.png"),
+        f"/image {saved}",
+    ]
+    monkeypatch.setattr(chat, "load_model", lambda args: engine)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert chat.main(FLAGS) == 0
+    images = [{"type": "image", "image": str(tmp_path / f"{number}.png")} for number in range(2)]
+    turns: list[dict[str, Any]] = []
+    for content in ([*images, {"type": "text", "text": "What?"}], "And now?"):
+        turns.append({"role": "user", "content": content})
+        made = engine.generate([engine.read_chat(turns)], max_new_tokens=15, tree=TREE).new_tokens[0]
+        turns.append(turn("assistant", engine.tokenizer.decode(made, skip_special_tokens=True)))
+    said, told = capsys.readouterr()
+    assert said == "".join(f"{turns[place]['content']}\n" for place in (1, 3, 3, 3))
+    assert json.loads(saved.read_text()) == {"messages": turns}
+    assert "the next message is about 2 images" in told and "forgotten: What?" in told
+    assert "/image needs the name of a file" in told and "lost.png: cannot be read" in told
+    assert f"{saved} is no picture that can be read" in told
+
+
+def test_a_target_of_text_alone_sees_no_image(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    media = pytest.importorskip("support.media_engine", reason="needs pillow")
+    media.picture().save(tmp_path / "0.png")
+    assert say(monkeypatch, f"/image {tmp_path / '0.png'}\nWhat?\nHi\n") == 0
+    said, told = capsys.readouterr()
+    assert said == text_alone(chat_ids([turn("user", "Hi")]), max_new_tokens=15) + "\n"
+    assert "the target reads text alone" in told
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "image"}], [{"type": "video", "video": "a"}], ["a"], 3])
+def test_a_turn_that_is_neither_text_nor_images_is_refused(content: object, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps([{"role": "user", "content": content}]))
+    conversation = Conversation(chat.build_parser().parse_args([]))
+    with pytest.raises(ValueError, match="turn 1 is no text of one of"):
+        conversation.command(f"/load {file}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags.types import AUTO
@@ -28,6 +28,7 @@ SAVED = "name a file that /save wrote"
 HELP = """\
 /threshold T   from now on follow the draft where divergence(p, q) <= T; 0 is exact, auto uses the calibration
 /temperature X from now on sample at this temperature; 0 is greedy. Either of these two alone shows what holds
+/image FILE    ask about a picture in the next message; may be given again
 /again         answer the last message anew, at another threshold, say
 /undo          forget the last message and its answer
 /reset         forget the chat so far, but for its system message
@@ -39,6 +40,11 @@ HELP = """\
 A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
 
 
+# What a turn says: a text, or parts of a message of which one at least is an image, by its path.
+Content = str | list[dict[str, str]]
+Turn = dict[str, Any]  # {"role", "content"}
+
+
 class Exit(Exception):
     """The user wants to end the chat."""
 
@@ -46,8 +52,8 @@ class Exit(Exception):
 class Again(Exception):
     """The user wants another answer to a message. before: the turns that it follows."""
 
-    def __init__(self, before: list[dict[str, str]], message: str) -> None:
-        super().__init__(message)
+    def __init__(self, before: list[Turn], message: Content) -> None:
+        super().__init__(text_of(message))
         self.before, self.message = before, message
 
 
@@ -59,12 +65,14 @@ class Dropped(Exception):
 class Conversation:
     """The turns so far, and the flags under which the next answer is made.
 
-    args: the command line's flags, which commands change. turns: {"role", "content"} each. check: returns
-    options with what the target has of its own, or raises ValueError if the models cannot follow them.
+    args: the command line's flags, which commands change. turns: {"role", "content"} each. images: the paths
+    of those that the next message is about. check: returns options with what the target has of its own, or
+    raises ValueError if the models cannot follow them.
     """
 
     args: argparse.Namespace
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
     check: Callable[[GenerationOptions], GenerationOptions] = field(default=lambda options: options)
 
     def __post_init__(self) -> None:
@@ -74,7 +82,8 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns but the system message: of a chat that was loaded, its own if it has one."""
         said = list(takewhile(lambda turn: turn["role"] == "system", self.turns))
-        self.turns = said or system_turns(self.args.system)
+        self.turns = said or [*system_turns(self.args.system)]
+        self.images.clear()
 
     @property
     def options(self) -> GenerationOptions:
@@ -91,6 +100,7 @@ class Conversation:
         takers = {
             "/threshold": self.set_threshold,
             "/temperature": self.set_temperature,
+            "/image": self.add_image,
             "/save": self.save,
             "/load": self.load,
         }
@@ -111,10 +121,29 @@ class Conversation:
             raise Again(*self.last_message())
         if name == "/undo":
             self.turns, message = self.last_message()
-            return f"forgotten: {one_line(message, 60)}"
+            return f"forgotten: {one_line(text_of(message), 60)}"
         raise Exit
 
-    def last_message(self) -> tuple[list[dict[str, str]], str]:
+    def take(self, message: str) -> Content:
+        """Return what the user says with a message: its text, behind the images that waited for it."""
+        images = [{"type": "image", "image": path} for path in self.images]
+        self.images.clear()
+        return [*images, {"type": "text", "text": message}] if images else message
+
+    def add_image(self, name: str) -> str:
+        """Let the next message be about the image in a file, too."""
+        from eagle_fsd.hub.media.pictures import open_picture
+
+        name = unquoted(name)
+        if not name:
+            raise ValueError("/image needs the name of a file: /image cat.png")
+        with naming(name, "read"):
+            path = Path(name).expanduser().resolve(strict=True)
+        open_picture(path, name)
+        self.images.append(str(path))
+        return f"the next message is about {len(self.images)} image{'s' * (len(self.images) > 1)}"
+
+    def last_message(self) -> tuple[list[Turn], Content]:
         """Return the turns before the user's last message, and that message."""
         for place in reversed(range(len(self.turns))):
             if self.turns[place]["role"] == "user":
@@ -210,8 +239,25 @@ def naming(name: str, done: str) -> Iterator[None]:
         raise ValueError(f"{name}: cannot be {done} ({reason}); name another file") from error
 
 
-def turns_in(name: str, text: str) -> list[dict[str, str]]:
-    """Return the turns of a saved chat. Raises ValueError for what is no chat of texts. name: of the file."""
+def text_of(content: Content) -> str:
+    """Return what a turn says in words."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def is_content(value: object) -> bool:
+    """Return whether this is a text, or a list of parts as `take` makes them."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    parts = [part if isinstance(part, dict) else {} for part in value]
+    kinds = [part.get("type") for part in parts]
+    return bool(parts) and all(
+        kind in ("text", "image") and part.keys() == {"type", kind} and isinstance(part[kind], str)
+        for kind, part in zip(kinds, parts, strict=True)
+    )
+
+
+def turns_in(name: str, text: str) -> list[Turn]:
+    """Return the turns of a saved chat. Raises ValueError for what is no chat. name: of the file."""
     try:
         read = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -222,10 +268,10 @@ def turns_in(name: str, text: str) -> list[dict[str, str]]:
     found = []
     for number, turn in enumerate(turns, 1):
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
-        if role not in ROLES or not isinstance(content, str):
+        if role not in ROLES or not is_content(content):
             roles = ", ".join(ROLES)
             raise ValueError(f"{name}: turn {number} is no text of one of {roles}; {SAVED}")
-        require_utf8(f"{name}: turn {number}", content)
+        require_utf8(f"{name}: turn {number}", text_of(content))
         found.append({"role": role, "content": content})
     return found
 
