@@ -10,6 +10,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -93,6 +94,16 @@ def private_copy(module: nn.Module) -> nn.Module:
     return _copy(module, {}, {})
 
 
+def bound_to(made: nn.Module, module: nn.Module, value: Any) -> Any:
+    """Return an attribute of a module for a copy of it: accelerate binds its hooks to the module."""
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return types.MethodType(value.__func__, made)
+    if isinstance(value, functools.partial) and value.args and value.args[0] is module:
+        bound = functools.partial(value.func, made, *value.args[1:], **value.keywords)
+        return functools.update_wrapper(bound, value)
+    return value
+
+
 def _copy(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, nn.Module]) -> nn.Module:
     """Copy a module for private_copy.
 
@@ -106,13 +117,7 @@ def _copy(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, 
     for name, value in vars(module).items():
         if isinstance(value, PretrainedConfig):
             value = copy.deepcopy(value, configs)
-        # accelerate binds its hooks to the module, so they must be bound to the copy instead.
-        elif isinstance(value, types.MethodType) and value.__self__ is module:
-            value = types.MethodType(value.__func__, made)
-        elif isinstance(value, functools.partial) and value.args and value.args[0] is module:
-            bound = functools.partial(value.func, made, *value.args[1:], **value.keywords)
-            value = functools.update_wrapper(bound, value)
-        vars(made)[name] = value
+        vars(made)[name] = bound_to(made, module, value)
     vars(made)["_modules"] = {
         name: child and _copy(child, configs, known) for name, child in module._modules.items()
     }

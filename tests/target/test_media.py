@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
 from support.media_families import tiny_media_model
-from support.media_prompts import AFTER, BEFORE, BY_AXES, PLACE, PLACES, with_images, written
+from support.media_prompts import AFTER, BEFORE, BY_AXES, END, PLACE, PLACES, with_images, written
 from support.tiny_models import KnowingEngine, greedy_alone, tiny_head
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -161,6 +162,61 @@ def test_the_towers_read_a_list_of_images_once(monkeypatch: pytest.MonkeyPatch) 
     assert [token for token in again if token >= 96] == [token for token in first if token >= 96]
 
 
+def test_images_are_known_by_their_order_too() -> None:
+    """An image and a video may hold the same numbers."""
+    engine, model = engine_of("qwen2_5_vl"), model_of("qwen2_5_vl")
+    both = with_images(model, (3, 3))
+    ids, kinds = both["input_ids"], both["mm_token_type_ids"]
+    half, of_pixels, words = int((ids == END).int().argmax()), len(both["pixel_values"]) // 2, []
+    for video in (torch.arange(ids.shape[1]) <= half, torch.arange(ids.shape[1]) > half):
+        at = (ids == PLACE) & video
+        inputs = {
+            "input_ids": ids.masked_fill(at, PLACE + 1),
+            "mm_token_type_ids": kinds.masked_fill(at, 2),
+            "attention_mask": both["attention_mask"],
+            "pixel_values": both["pixel_values"][:of_pixels],
+            "pixel_values_videos": both["pixel_values"][:of_pixels] * 2,
+            "image_grid_thw": both["image_grid_thw"][:1],
+            "video_grid_thw": both["image_grid_thw"][:1],
+        }
+        words.append(written(model, inputs, NEW_TOKENS))
+        prompt = read_media(engine.target, inputs)
+        assert engine.generate([prompt], max_new_tokens=NEW_TOKENS).new_tokens == words[-1:]
+    assert words[0] != words[1]
+
+
+def test_changed_weights_read_an_image_anew() -> None:
+    model = tiny_media_model("llava")
+    engine, inputs = EagleFSD(TargetModel(model), None, lookup=True), with_images(model)
+    before = read_media(engine.target, inputs)
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.weight.mul_(-3)
+    prompt = read_media(engine.target, inputs)
+    assert prompt != before
+    text = engine.generate([prompt], max_new_tokens=NEW_TOKENS).new_tokens
+    assert text == [written(model, inputs, NEW_TOKENS)]
+
+
+def test_a_copy_of_a_target_knows_the_images() -> None:
+    engine, model = engine_of("llava"), model_of("llava")
+    inputs = with_images(model)
+    prompt = read_media(engine.target, inputs)
+    again = EagleFSD(copy.deepcopy(engine.target), None, lookup=True)
+    text = again.generate([prompt], max_new_tokens=NEW_TOKENS).new_tokens
+    assert text == [written(model, inputs, NEW_TOKENS)]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_a_model_that_is_spread_over_devices_reads_images(kind: str) -> None:
+    """accelerate binds its hooks to each module."""
+    accelerate = pytest.importorskip("accelerate", reason="a device_map needs it")
+    model = accelerate.dispatch_model(tiny_media_model(kind), {"": "cpu"}, force_hooks=True)
+    engine, inputs = EagleFSD(TargetModel(model), None, lookup=True), with_images(model)
+    for one in (inputs, with_images(model, (1, 2))):  # the first is read to its end
+        text = engine.generate([read_media(engine.target, one)], max_new_tokens=NEW_TOKENS).new_tokens
+        assert text == [written(model, one, NEW_TOKENS)]
+
+
 def test_the_least_used_images_go_first() -> None:
     table = MediaTable(96, limit=100)
     parts = [torch.full((2,), PLACE), torch.ones(2, 4), torch.zeros(2, 1).long(), torch.zeros(2).long()]
@@ -169,6 +225,7 @@ def test_the_least_used_images_go_first() -> None:
     assert (one.first, two.first, table.end) == (96, 98, 100)
     del one, two
     assert table.words(torch.tensor([3, 96, 99])).tolist() == [3, PLACE, PLACE]
+    assert table.add("b", *parts) is two  # another thread read it at the same time
     table.find("a")
     table.add("c", *parts), table.add("d", *parts)
     assert table.find("b") is None
@@ -218,6 +275,8 @@ def test_what_cannot_be_read_is_refused_in_one_line() -> None:
         engine.generate([[5, 200]], max_new_tokens=1)
     with pytest.raises(ValueError, match="which the target alone does not read"):
         engine.target_alone([read_media(engine.target, inputs)], max_new_tokens=1)
+    with pytest.raises(ValueError, match="ends with an image or a sound: its last token must be one of text"):
+        engine.generate([read_media(engine.target, inputs)[:-8]], max_new_tokens=1)
 
 
 def test_a_model_whose_images_look_ahead_is_refused() -> None:
@@ -239,6 +298,7 @@ def test_a_reading_that_differs_from_the_whole_forward_is_refused(monkeypatch: p
     engine, model = engine_of("llava"), model_of("llava")
     monkeypatch.setattr(MediaTable, "_embedded", lambda *_: {})
     monkeypatch.setattr(MediaTable, "arguments", lambda self, tokens, *_: {"input_ids": self.words(tokens)})
-    with pytest.raises(ValueError, match="reads a prompt with images otherwise than its own forward"):
-        read_media(engine.target, with_images(model))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="reads a prompt with images otherwise than its own forward"):
+            read_media(engine.target, with_images(model))
     assert not engine.target.media.admitted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import refuse_lack_of_memory
 from eagle_fsd.core.padding import as_ids
-from eagle_fsd.files.fingerprints import digest_tensors
+from eagle_fsd.files.fingerprints import digest_tensors, state_of
 from eagle_fsd.target.admission.reasons import FORWARD_ERRORS
 from eagle_fsd.target.admission.small_tree import difference_of_logits, tolerance
 from eagle_fsd.target.architecture import decoder_of
+from eagle_fsd.target.hf_attention import bound_to
 from eagle_fsd.target.media.table import AT_PLACES, BY_LAYER, Media
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -25,6 +27,7 @@ KNOWN = {
     *("use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"),
     *("mm_token_type_ids", "token_type_ids", AT_PLACES, BY_LAYER),
 }
+AROUND = ("mm_token_type_ids", "token_type_ids")  # of what towers are given, what tells of the text as well
 REMEDY = "leave images and sound out, or use another target"
 
 
@@ -38,17 +41,15 @@ def read_media(target: TargetModel, inputs: Mapping[str, Any]) -> list[int]:
     """
     require_towers(target)
     tokens, given = split_inputs(target, inputs)
-    parts = (one for _, one in sorted(given.items()) if isinstance(one, Tensor))
-    key = digest_tensors(part for part in parts if part.shape != tokens.shape)  # the text around may differ
-    found = target.media.find(key)
-    if found is not None and int((where := is_place(tokens, found)).sum()) == len(found.words):
+    digest, where = digest_given(target, given), target.media.placeholders(tokens)
+    if target.media.admitted and (found := target.media.find(key_of(digest, tokens, where))):
         return numbered(tokens, where, found)
     seen, logits = run_towers(target, tokens, given)
     where = (seen["inputs_embeds"] != own_embeddings(target, tokens)).any(-1).cpu()
     if not bool(where.any()):
         raise ValueError("the inputs have no place for an image or a sound: generate from their input_ids")
     media = media_of(target, tokens, where, seen)
-    found = target.media.add(key, *media)
+    found = target.media.add(key_of(digest, tokens, where), *media)
     ids = numbered(tokens, where, found)
     if logits is not None:
         check_reading(target, ids, logits)
@@ -86,6 +87,25 @@ def split_inputs(target: TargetModel, inputs: Mapping[str, Any]) -> tuple[Tensor
         )
     others = {name: one for name, one in inputs.items() if name not in ("input_ids", "attention_mask")}
     return tokens, others
+
+
+def digest_given(target: TargetModel, given: Mapping[str, Any]) -> str:
+    """Return a digest of what towers are given, and of the state of the weights."""
+    tensors = {name: one for name, one in given.items() if isinstance(one, Tensor) and name not in AROUND}
+    others = sorted((name, one) for name, one in given.items() if not isinstance(one, Tensor))
+    state = (state_of((target.held,)), sorted(tensors), others)
+    said = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+    return digest_tensors((said, *(tensors[name] for name in sorted(tensors))))
+
+
+def key_of(digest: str, tokens: Tensor, where: Tensor) -> str:
+    """Return the key of media in these places [1, L] among tokens. The text around them may be any.
+
+    digest: see digest_given. Positions depend on which places follow one another.
+    """
+    begins = where & ~where.roll(1)
+    begins[:, 0] = where[:, 0]
+    return f"{digest} {digest_tensors((tokens[where], begins[where]))}"
 
 
 def run_towers(
@@ -140,9 +160,10 @@ def with_part(model: nn.Module, part: nn.Module, replacement: nn.Module) -> nn.M
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parts are the module's own, but may be replaced."""
-    made = object.__new__(type(module))
-    vars(made).update({**vars(module), "_modules": dict(module._modules)})
+    """Return a copy of a module whose parts are the module's own, but may be replaced. It is not compiled."""
+    made: nn.Module = object.__new__(type(module))
+    vars(made).update({name: bound_to(made, module, value) for name, value in vars(module).items()})
+    vars(made).update(_modules=dict(module._modules), _compiled_call_impl=None)
     return made
 
 
@@ -200,11 +221,6 @@ def sees_ahead(mask: Any) -> bool:
         return False
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return bool(seen.triu(1).any())
-
-
-def is_place(tokens: Tensor, media: Media) -> Tensor:
-    """Return which tokens [1, L] are placeholders of these media."""
-    return torch.isin(tokens, media.words)
 
 
 def numbered(tokens: Tensor, where: Tensor, media: Media) -> list[int]:

@@ -67,7 +67,14 @@ class MediaTable:
         self._next = vocab_size
         self._found: OrderedDict[str, Media] = OrderedDict()
         self._held: WeakValueDictionary[int, Media] = WeakValueDictionary()  # by their first ids
+        self._words: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")  # all placeholders so far
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: one for name, one in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     @classmethod
     def of(cls, model: object, vocab_size: int) -> MediaTable:
@@ -80,6 +87,10 @@ class MediaTable:
         """The id behind the last that was given."""
         return self._next
 
+    def placeholders(self, tokens: Tensor) -> Tensor:
+        """Return which tokens on the host are placeholders of any media that were read."""
+        return torch.isin(tokens, self._words)
+
     def find(self, key: str) -> Media | None:
         """Return the media under a key; None if they are not there."""
         with self._lock:
@@ -88,8 +99,15 @@ class MediaTable:
             return self._found.get(key)
 
     def add(self, key: str, words: Tensor, *parts: Any) -> Media:
-        """Keep media under a key, with ids of their own. words, parts: the fields of Media, in order."""
+        """Return the media under a key, kept from now on, with ids of their own.
+
+        Those of another thread stay, for prompts may hold their ids. words, parts: the fields of Media, in
+        order.
+        """
         with self._lock:
+            if key in self._found:
+                return self._found[key]
+            self._words = torch.cat((self._words, words)).unique()
             made = self._found[key] = self._held[self._next] = Media(self._next, words, *parts)
             self._next = made.end
             while len(self._found) > 1 and sum(one.nbytes for one in self._found.values()) > self.limit:
@@ -132,9 +150,17 @@ class MediaTable:
         return [one for one, _ in self.among(torch.tensor(prompt, device="cpu"))]
 
     def words_of(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Return a prompt's tokens as a processor writes them; see `words`."""
+        """Return a prompt's tokens as a processor writes them; see `words`.
+
+        Raises ValueError if it ends with a place: the first forward over a tree reads a prompt's last token.
+        """
         if self._next == self.vocab_size:
             return prompt
+        if prompt and prompt[-1] >= self.vocab_size:
+            raise ValueError(
+                "a prompt ends with an image or a sound: its last token must be one of text; let words "
+                "follow, such as what a chat template writes before an answer"
+            )
         words: list[int] = self.words(torch.tensor(prompt, device="cpu")).tolist()
         return words
 
