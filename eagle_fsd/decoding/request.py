@@ -15,6 +15,7 @@ from eagle_fsd.core.processing import UNPROCESSED, Processing, as_tokens
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
 from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
+from eagle_fsd.target.media.table import Media
 from eagle_fsd.target.model import TargetModel
 
 # Finish reasons: of a text whose options leave it no token, and of one that was ended from outside.
@@ -215,10 +216,11 @@ class TokenLogprob(NamedTuple):
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt: its token ids. words: see Prompts; empty: they are the same. stream: of random numbers, if it goes
-    through a Scheduler. top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens;
-    None: it has nothing. stopper: may end it early. new_tokens: what it has emitted. failure: why it ended
-    with the finish reason FAILED.
+    prompt: its token ids. words: see Prompts; empty: they are the same. media: the images and sounds of its
+    prompt, which stay as long as it does. stream: of random numbers, if it goes through a Scheduler.
+    top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens; None: it has nothing.
+    stopper: may end it early. new_tokens: what it has emitted. failure: why it ended with the finish reason
+    FAILED.
     """
 
     number: int
@@ -233,6 +235,7 @@ class Text:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     failure: Exception | None = None
     words: Sequence[int] = ()
+    media: Sequence[Media] = ()
     _processor: TextProcessor | None = None
 
     @property

@@ -105,8 +105,8 @@ class Scheduler:
     def admit(self, text: Text) -> None:
         """Add a text to those that wait for a place.
 
-        Raises ValueError if its prompt is empty or leaves no position, or if it could never have the slots
-        that it needs.
+        Raises ValueError if its prompt is empty, leaves no position or has images that are not kept, or if it
+        could never have the slots that it needs.
         """
         length, positions = len(text.prompt), self.target.max_positions
         if not 0 < length < positions:
@@ -115,6 +115,8 @@ class Scheduler:
                 f"target's {positions} positions; leave it out"
             )
         text.limit = min(text.limit, positions - length)
+        text.media = self.target.media.of_prompt(text.prompt)
+        text.words = self.target.media.words_of(text.prompt)
         self.budget.require(text)
         self.waiting.append(text)
 

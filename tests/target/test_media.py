@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from eagle_fsd import EagleFSD, PromptCache, TreeConfig
 from eagle_fsd.core.padding import pad_left
+from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.target.media import reading
@@ -101,6 +102,27 @@ def test_prompts_are_read_in_slices_and_join_a_batch(kind: str) -> None:
         scheduler.admit(text)
     list(scheduler.run())
     assert [text.new_tokens for text in texts] == wanted
+
+
+def test_images_of_a_text_that_waits_stay() -> None:
+    """Others drop them from those that are kept; a text that comes too late is refused alone."""
+    engine, inputs = engine_of("llava"), asked("llava")
+    target, options = TargetModel(model_of("llava")), {"no_repeat_ngram_size": 2}
+    target.media.limit = 1
+    scheduler = Scheduler(target, engine.drafter, TREE, 1)
+    terms = Terms((), processing=Processing(**options))
+    texts = []
+    for one in inputs:
+        texts.append(Text(0, NEW_TOKENS, terms, prompt=read_media(target, one)))
+        scheduler.admit(texts[-1])
+    late = Text(0, 1, terms, prompt=read_media(target, with_images(model_of("llava"), (7,))))
+    read_media(target, inputs[0])
+    with pytest.raises(ValueError, match="stands for no image or sound that is kept"):
+        scheduler.admit(late)
+    list(scheduler.run())
+    assert [text.new_tokens for text in texts] == [
+        written(model_of("llava"), one, NEW_TOKENS, **options) for one in inputs
+    ]
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
@@ -228,6 +250,9 @@ def test_the_least_used_images_go_first() -> None:
     assert table.add("b", *parts) is two  # another thread read it at the same time
     table.find("a")
     table.add("c", *parts), table.add("d", *parts)
+    assert table.find("b") is two  # somebody holds it
+    del two
+    table.find("a"), table.add("e", *parts), table.add("f", *parts)
     assert table.find("b") is None
     with pytest.raises(ValueError, match="holds 98, which stands for no image or sound that is kept"):
         table.words(torch.tensor([98]))

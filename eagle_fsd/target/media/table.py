@@ -57,24 +57,24 @@ class MediaTable:
 
     vocab_size: the first id of a place; none is given twice. by_axes: whether positions behind an image are
     not those of slots, as in Qwen2-VL and others after it. limit: the bytes that embeddings may take; the
-    least recently used go first, but for those that somebody holds. admitted: whether a prompt with media was
-    read right.
+    least recently used go first, but stay as long as somebody holds them. admitted: whether a prompt with
+    media was read right.
     """
 
     def __init__(self, vocab_size: int, by_axes: bool = False, limit: int = LIMIT) -> None:
         self.vocab_size, self.by_axes, self.limit = vocab_size, by_axes, limit
         self.admitted = False
         self._next = vocab_size
-        self._found: OrderedDict[str, Media] = OrderedDict()
-        self._held: WeakValueDictionary[int, Media] = WeakValueDictionary()  # by their first ids
+        self._kept: OrderedDict[str, Media] = OrderedDict()
+        self._found: WeakValueDictionary[str, Media] = WeakValueDictionary()  # those that others hold as well
         self._words: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")  # all placeholders so far
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: one for name, one in vars(self).items() if name != "_lock"}
+        return {name: one for name, one in vars(self).items() if name not in ("_lock", "_found")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.Lock(), _found=WeakValueDictionary(state["_kept"]))
 
     @classmethod
     def of(cls, model: object, vocab_size: int) -> MediaTable:
@@ -94,9 +94,8 @@ class MediaTable:
     def find(self, key: str) -> Media | None:
         """Return the media under a key; None if they are not there."""
         with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            return self._found.get(key)
+            found = self._found.get(key)
+            return None if found is None else self._keep(key, found)
 
     def add(self, key: str, words: Tensor, *parts: Any) -> Media:
         """Return the media under a key, kept from now on, with ids of their own.
@@ -105,14 +104,24 @@ class MediaTable:
         order.
         """
         with self._lock:
-            if key in self._found:
-                return self._found[key]
+            if (found := self._found.get(key)) is not None:
+                return self._keep(key, found)
             self._words = torch.cat((self._words, words)).unique()
-            made = self._found[key] = self._held[self._next] = Media(self._next, words, *parts)
+            made = self._found[key] = Media(self._next, words, *parts)
             self._next = made.end
-            while len(self._found) > 1 and sum(one.nbytes for one in self._found.values()) > self.limit:
-                self._found.popitem(last=False)
-            return made
+            return self._keep(key, made)
+
+    def _keep(self, key: str, media: Media) -> Media:
+        """Return media, which are now those used last. The lock is held."""
+        self._kept[key] = media
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self.limit:
+            self._kept.popitem(last=False)
+        return media
+
+    def of_prompt(self, prompt: Sequence[int]) -> list[Media]:
+        """Return the media of a prompt, for whoever holds them until it is read."""
+        return [one for one, _ in self.among(torch.tensor(prompt, device="cpu"))]
 
     def among(self, tokens: Tensor) -> Places:
         """Return the media that have places among tokens [...].
@@ -122,15 +131,14 @@ class MediaTable:
         if self._next == self.vocab_size or not bool((beyond := tokens >= self.vocab_size).any()):
             return []
         with self._lock:
-            kept, keys = list(self._held.values()), {one.first: key for key, one in self._found.items()}
+            known = list(self._found.items())
         found = []
-        for one in kept:
+        for key, one in known:
             where = (tokens >= one.first) & (tokens < one.end)
             if bool(where.any()):
                 found.append((one, where))
                 beyond = beyond & ~where
-                if one.first in keys:
-                    self.find(keys[one.first])  # it is in use
+                self.find(key)  # it is in use
         if bool(beyond.any()):
             raise ValueError(
                 f"input_ids holds {int(tokens[beyond][0])}, which stands for no image or sound that is kept: "
@@ -144,10 +152,6 @@ class MediaTable:
             words = one.words.to(tokens.device)
             tokens = torch.where(where, words[(tokens - one.first).clamp(0, len(words) - 1)], tokens)
         return tokens
-
-    def held(self, prompt: Sequence[int]) -> list[Media]:
-        """Return the media of a prompt, which are there as long as they are held. Raises as `among` does."""
-        return [one for one, _ in self.among(torch.tensor(prompt, device="cpu"))]
 
     def words_of(self, prompt: Sequence[int]) -> Sequence[int]:
         """Return a prompt's tokens as a processor writes them; see `words`.
