@@ -151,6 +151,8 @@ def test_what_no_processor_takes_is_refused_in_one_line(llava: Path, picture: Pa
     for chat, words in (
         (asking(str(tmp_path / "lost.png")), "processor does not take this chat"),
         ([{"role": "user", "content": [{"type": "image"}]}], "not take this chat|no place for an image"),
+        (asking("http://127.0.0.1:9/cat.png"), "processor does not take this chat"),
+        ([*asking(str(picture)), "Hi"], "processor does not take this chat"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
             engine.read_chat(chat)

@@ -14,7 +14,7 @@ import jinja2.meta
 import transformers
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.text.chat import REFUSALS, ChatRefused
+from eagle_fsd.text.chat import ChatRefused
 
 TEXT = "text"  # the type of a part of a message that is no image and no sound
 
@@ -50,8 +50,9 @@ class ProcessorSource:
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether any message of a chat has a part that is no text."""
-    contents = (message.get("content") for message in messages)
-    return any(part.get("type") != TEXT for one in contents if isinstance(one, list | tuple) for part in one)
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") != TEXT for part in parts)
 
 
 def require_processor(processor: Any) -> Any:
@@ -99,18 +100,18 @@ def process_chat(
     ValueError without a processor, and ChatRefused for what it does not take.
     """
     processor = require_processor(processor)
-    turns = [
-        {**message, "content": [{"type": TEXT, "text": content}]}
-        if isinstance(content := message.get("content"), str)
-        else message
-        for message in messages
-    ]
     given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     try:
+        turns = [
+            {**message, "content": [{"type": TEXT, "text": content}]}
+            if isinstance(content := message.get("content"), str)
+            else message
+            for message in messages
+        ]
         known = variables_of(own_template(processor))
         read = {name: value for name, value in (template or {}).items() if name in known}
         made: Mapping[str, Any] = processor.apply_chat_template(turns, **{**read, **given})
-    except (*REFUSALS, OSError, RuntimeError, ImportError) as error:
+    except Exception as error:  # what reads images, from files or by the net, has errors with no common base
         raise ChatRefused(
             f"the target's processor does not take this chat ({one_line(error, 200)})",
             "its parts must be text, or what the model reads; change it",

@@ -143,11 +143,15 @@ class HeadAdapter:
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take in a finished text: its prompt's token ids and those that were generated.
 
-        More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped. Raises ValueError for
-        anything but the target's token ids, and for a prompt of none.
+        More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped. One with images or
+        sound is left out, for drafts do not see them. Raises ValueError for anything but the target's token
+        ids, and for a prompt of none.
         """
         target = self.engine.target
         asked, said = as_tokens("prompt", prompt), as_tokens("answer", answer, some=False)
+        if target.vocab_size <= max(asked) < target.media.end:
+            logger.info("a text is not learned from: it has images or sound")
+            return
         if (largest := max((*asked, *said))) >= target.vocab_size:
             raise ValueError(
                 f"a text has the token {largest}: the target's tokens are 0..{target.vocab_size - 1}; give "

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.media_families import tiny_media_model
+from support.media_prompts import with_images
 from support.tiny_models import prompts_of, simple_model, tiny_head, young_head
 
 from eagle_fsd import EagleFSD, TreeConfig
@@ -17,6 +19,7 @@ from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.hub.resolve import load_head
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
+from eagle_fsd.target.media.reading import read_media
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import Batch, collate
 from eagle_fsd.training.data.shards import FeatureSequence
@@ -298,3 +301,16 @@ def test_what_cannot_adapt_is_named() -> None:
 def test_wrong_settings_are_named(setting: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         AdaptConfig(**setting)
+
+
+def test_a_text_with_images_is_left_out() -> None:
+    target = TargetModel(tiny_media_model("llava"))
+    head = tiny_head(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    adapter = HeadAdapter(EagleFSD(target, head), QUICK)
+    prompt = read_media(target, with_images(target.model))
+    adapter.add(prompt, [5] * QUICK.every)
+    assert not adapter.ready
+    adapter.add(target.media.words_of(prompt), [5] * QUICK.every)
+    assert adapter.ready
+    with pytest.raises(ValueError, match="a text has the token 200"):
+        adapter.add([200], [5])
