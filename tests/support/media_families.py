@@ -24,6 +24,7 @@ TOWER: dict[str, Any] = {
     **{**SMALL, "num_hidden_layers": 1, "depth": 1, "num_heads": 4, "embed_dim": 32, "out_hidden_size": 32},
     **{"image_size": 28, "patch_size": 14, "d_model": 32, "num_layers": 1, "output_dim": 32},
     **{"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48},
+    "deepstack_visual_indexes": [0],
 }
 # Tokens that stand for an image or a sound; no test writes them, for their embeddings may be left out.
 TOKENS = {

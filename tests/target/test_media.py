@@ -62,6 +62,8 @@ def test_the_text_is_the_models_own(kind: str) -> None:
     model, engine = model_of(kind), engine_of(kind)
     prompts = [read_media(engine.target, inputs) for inputs in asked(kind)]
     wanted = [written(model, inputs, NEW_TOKENS) for inputs in asked(kind)]
+    by_layer = [bool(one.by_layer) for one in engine.target.media.of_prompt(prompts[0])]
+    assert by_layer == [kind == "qwen3_vl"]  # its first layers are told of images as well
     for prompt, text in zip(prompts, wanted, strict=True):
         assert engine.generate([prompt], max_new_tokens=NEW_TOKENS, tree=TREE).new_tokens == [text]
     assert len({tuple(text) for text in wanted}) == len(wanted)
