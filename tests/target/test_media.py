@@ -127,6 +127,18 @@ def test_images_of_a_text_that_waits_stay() -> None:
     ]
 
 
+def test_images_of_texts_of_generate_many_stay() -> None:
+    engine, inputs = EagleFSD(TargetModel(model_of("llava")), None, lookup=True), asked("llava")
+    prompts = [read_media(engine.target, one) for one in inputs]
+    stream = engine.generate_many(prompts, max_new_tokens=NEW_TOKENS, tree=TREE, batch_size=1)
+    engine.target.media.limit = 1
+    read_media(engine.target, with_images(model_of("llava"), (7,)))
+    texts = {text.number: text.new_tokens for text in stream}
+    assert [texts[number] for number in range(len(inputs))] == [
+        written(model_of("llava"), one, NEW_TOKENS) for one in inputs
+    ]
+
+
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_the_next_turn_goes_on_behind_an_image(kind: str) -> None:
     """The towers do not read it again, and neither does the target; another image is read."""

@@ -121,6 +121,8 @@ class MediaTable:
 
     def of_prompt(self, prompt: Sequence[int]) -> list[Media]:
         """Return the media of a prompt, for whoever holds them until it is read."""
+        if self._next == self.vocab_size:
+            return []
         return [one for one, _ in self.among(torch.tensor(prompt, device="cpu"))]
 
     def among(self, tokens: Tensor) -> Places:
