@@ -127,7 +127,6 @@ class Service:
                     wants_origins=body.wants_origins,
                     top_logprobs=body.top_tokens,
                     request_id=request.state.request_id,
-                    media=self.model.target.media.held(prompt),
                 )
                 for place, prompt in enumerate(texts)
             ]

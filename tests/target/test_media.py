@@ -117,7 +117,8 @@ def test_images_of_a_text_that_waits_stay() -> None:
     for one in inputs:
         texts.append(Text(0, NEW_TOKENS, terms, prompt=read_media(target, one)))
         scheduler.admit(texts[-1])
-    late = Text(0, 1, terms, prompt=read_media(target, with_images(model_of("llava"), (7,))))
+    copy = list(read_media(target, with_images(model_of("llava"), (7,))))  # which holds nothing
+    late = Text(0, 1, terms, prompt=copy)
     read_media(target, inputs[0])
     with pytest.raises(ValueError, match="stands for no image or sound that is kept"):
         scheduler.admit(late)
@@ -259,7 +260,6 @@ def test_the_least_used_images_go_first() -> None:
     one = table.add("a", *parts)
     two = table.add("b", *parts)
     assert (one.first, two.first, table.end) == (96, 98, 100)
-    del one, two
     assert table.words(torch.tensor([3, 96, 99])).tolist() == [3, PLACE, PLACE]
     assert table.add("b", *parts) is two  # another thread read it at the same time
     table.find("a")
@@ -270,12 +270,6 @@ def test_the_least_used_images_go_first() -> None:
     assert table.find("b") is None
     with pytest.raises(ValueError, match="holds 98, which stands for no image or sound that is kept"):
         table.words(torch.tensor([98]))
-    (held,) = table.held([5, 96, 97])
-    table.add("e", *parts), table.add("f", *parts), table.add("g", *parts)
-    assert table.find("a") is None and table.words(torch.tensor([97])).tolist() == [PLACE]
-    del held
-    with pytest.raises(ValueError, match="holds 97"):
-        table.words(torch.tensor([97]))
 
 
 @pytest.mark.parametrize("kind", ["aya_vision", "qwen2_5_vl"])

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.request import Terms, TokenLogprob
 from eagle_fsd.serving.errors import ApiError
-from eagle_fsd.target.media.table import Media
 from eagle_fsd.text.streamed import Piece, StreamedText
 
 Stopping = tuple[Sequence[str], Sequence[int]]  # stop strings, and the token ids that the text continues
@@ -44,7 +43,6 @@ class Job:
 
     prompt: token ids. stream: of random numbers. written: what was shown of it. tell: called in the worker's
     thread for all news. wants_origins: whether pieces say how their tokens came. request_id: for the log.
-    media: the prompt's images, held here so that others do not take their place.
     """
 
     prompt: Sequence[int]
@@ -56,7 +54,6 @@ class Job:
     wants_origins: bool = False
     top_logprobs: int | None = None  # see Text
     request_id: str = ""
-    media: Sequence[Media] = ()
     stats: GenerationStats = field(default_factory=GenerationStats)
     clock: Clock = field(default_factory=Clock)
     token_ids: list[int] = field(default_factory=list)

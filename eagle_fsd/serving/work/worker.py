@@ -226,7 +226,6 @@ class Worker:
         job.stats = GenerationStats()
         text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream, job.top_logprobs)
         try:
-            text.words = self.model.target.media.words_of(job.prompt)
             if job.stopping is not None:
                 text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
             self._scheduler.admit(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from eagle_fsd.target.admission.reasons import FORWARD_ERRORS
 from eagle_fsd.target.admission.small_tree import difference_of_logits, tolerance
 from eagle_fsd.target.architecture import decoder_of
 from eagle_fsd.target.hf_attention import bound_to
-from eagle_fsd.target.media.table import AT_PLACES, BY_LAYER, Media
+from eagle_fsd.target.media.table import AT_PLACES, BY_LAYER, Media, MediaPrompt
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -130,6 +131,8 @@ def run_towers(
     vars(decoder)["forward"] = note
     device = target.input_device
     placed = {name: on_tower(one, device, target.dtype) for name, one in given.items()}
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        placed["logits_to_keep"] = 1  # those of all tokens may take more memory than the model
     kind = target.model.config.model_type
     try:
         mask = torch.ones_like(tokens)
@@ -226,7 +229,7 @@ def sees_ahead(mask: Any) -> bool:
 def numbered(tokens: Tensor, where: Tensor, media: Media) -> list[int]:
     """Return tokens [1, L] with the ids of the places of media where they are."""
     ids: list[int] = tokens.masked_scatter(where, torch.arange(media.first, media.end))[0].tolist()
-    return ids
+    return MediaPrompt(ids, media)
 
 
 def own_embeddings(target: TargetModel, tokens: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,6 +47,14 @@ class Media:
     @property
     def nbytes(self) -> int:
         return self.embeddings.nbytes + sum(part.nbytes for part in self.by_layer)
+
+
+class MediaPrompt(list[int]):
+    """The token ids of a prompt. Its media stay as long as it does. Copies are plain lists."""
+
+    def __init__(self, ids: Iterable[int], media: Media) -> None:
+        super().__init__(ids)
+        self.media = media
 
 
 Places = Sequence[tuple[Media, Tensor]]  # media among tokens, each with where its places are, bool
