@@ -54,8 +54,6 @@ from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
@@ -136,6 +134,8 @@ class Chat:
         Raises ValueError if the chat cannot be answered, and KeyboardInterrupt if none of the answer is
         there; the chat is then as it was before.
         """
+        import torch
+
         from eagle_fsd.decoding.options import settle_options
         from eagle_fsd.decoding.steps.origins import TokenOrigins
         from eagle_fsd.text.streamed import StreamedText
@@ -153,7 +153,8 @@ class Chat:
         options = replace(
             options, observer=origins if self.coloured else None, tree=tree, prompt_cache=self.kept
         )
-        input_ids, sees = self.encoded(turns)
+        ids = self.model.read_chat(turns, **args.chat_template_args)
+        input_ids = torch.tensor([ids], device="cpu")
         length, most = input_ids.shape[1], self.model.target.max_positions - 1
         if length > most:
             raise ValueError(
@@ -186,24 +187,12 @@ class Chat:
         tell(summary(answer))
         self.number += 1
         self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
-        if self.adapter is not None and not sees:
+        if self.adapter is not None:
             self.adapter.add(input_ids[0].tolist(), answer.token_ids)
             with defer_interrupt():
                 self.adapter, _ = update_between(self.adapter)
         if not answer.interrupted and self.model.settler.measure_postponed():
             self.trees.clear()  # the next answer has the one that was chosen
-
-    def encoded(self, turns: Sequence[Turn]) -> tuple[Tensor, bool]:
-        """Return the token ids [1, L] of a chat that waits for its answer, and whether it has images."""
-        import torch
-
-        from eagle_fsd.hub.media.processor import has_media
-        from eagle_fsd.text.chat import encode_chat
-
-        arguments = self.conversation.args.chat_template_args
-        if not has_media(turns):
-            return encode_chat(self.model.tokenizer, turns, arguments), False
-        return torch.tensor([self.model.read_chat(turns, **arguments)], device="cpu"), True
 
     def obey(self, command: str) -> None:
         try:

@@ -31,7 +31,7 @@ def run_alone(
                 f"{name} is not supported for the target alone: Hugging Face's generate decodes there, with "
                 "the model's own end tokens and without steps; leave it out"
             )
-    if prompts.words != prompts.rows:
+    if max(map(max, prompts.rows)) >= target.vocab_size:
         raise ValueError(
             "the prompts have images or sound, which the target alone does not read from token ids: call "
             "Hugging Face's generate with what the processor made, or leave them out"

@@ -63,7 +63,7 @@ class TextStream:
         texts = request.texts()
         for text, stream in zip(texts, row_streams(seed, len(texts)), strict=True):
             text.stream = stream
-            text.media = target.media.of_prompt(text.prompt)  # now: it may wait for long
+            text.see(target.media)  # now: it may wait for long
         self._pending, self._rows = deque(texts), rows
         self._begun: dict[Text, tuple[float, dict[str, float]]] = {}  # the clock and the watch at that time
         shrinks = crowded and target.device.type == "cpu" and not target.ranks.several

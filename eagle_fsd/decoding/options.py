@@ -217,7 +217,6 @@ class GenerationOptions:
             logprobs=self.logprobs,
             stoppers=stoppers,
             prompt_cache=self.prompt_cache,
-            words=prompts.words,
         )
 
     def require_different_texts(self, name: str = "num_return_sequences") -> None:

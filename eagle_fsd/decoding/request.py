@@ -15,7 +15,7 @@ from eagle_fsd.core.processing import UNPROCESSED, Processing, as_tokens
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
 from eagle_fsd.decoding.prompts.prompt_cache import PromptCache
-from eagle_fsd.target.media.table import Media
+from eagle_fsd.target.media.table import Media, MediaTable
 from eagle_fsd.target.model import TargetModel
 
 # Finish reasons: of a text whose options leave it no token, and of one that was ended from outside.
@@ -34,15 +34,10 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts to answer.
+    """Prompts to answer. rows: the token ids of each. limits: the most new tokens of each."""
 
-    rows: the token ids of each. limits: the most new tokens of each. words: the ids as a tokenizer knows
-    them, with placeholders where images and sounds are.
-    """
-
-    rows: Sequence[Sequence[int]]
+    rows: list[list[int]]
     limits: list[int]
-    words: Sequence[Sequence[int]]
 
     @classmethod
     def from_padded(
@@ -63,8 +58,7 @@ class Prompts:
             attention_mask = infer_mask(input_ids, target.pad_token_id, end_tokens)
         tokens, lengths = unpad(input_ids, attention_mask, target.media.end)
         rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        limits = limits_of(target, rows, max_new_tokens, "row {} of the batch")
-        return cls(rows, limits, list(map(target.media.words_of, rows)))
+        return cls(rows, limits_of(target, rows, max_new_tokens, "row {} of the batch"))
 
     @classmethod
     def from_lists(
@@ -102,14 +96,12 @@ class Prompts:
             rows += tokens.tolist()
         if not rows:
             raise ValueError("prompts is empty: give the token ids of one at least")
-        limits = limits_of(target, rows, max_new_tokens, "prompt {}")
-        return cls(rows, limits, list(map(target.media.words_of, rows)))
+        return cls(rows, limits_of(target, rows, max_new_tokens, "prompt {}"))
 
     def repeated(self, copies: int) -> Prompts:
         """Return the prompts with each `copies` times in a row."""
         places = [place for place in range(len(self)) for _ in range(copies)]
-        rows, words = ([part[place] for place in places] for part in (self.rows, self.words))
-        return Prompts(rows, [self.limits[place] for place in places], words)
+        return Prompts([self.rows[place] for place in places], [self.limits[place] for place in places])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -216,11 +208,11 @@ class TokenLogprob(NamedTuple):
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt: its token ids. words: see Prompts; empty: they are the same. media: the images and sounds of its
-    prompt, which stay as long as it does. stream: of random numbers, if it goes through a Scheduler.
-    top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens; None: it has nothing.
-    stopper: may end it early. new_tokens: what it has emitted. failure: why it ended with the finish reason
-    FAILED.
+    prompt: its token ids. words: these as a tokenizer knows them, with placeholders where images and sounds
+    are; empty: they are the same. media: its images and sounds, which stay as long as it does. stream: of
+    random numbers, if it goes through a Scheduler. top_logprobs: how many likeliest tokens `logprobs` has for
+    each of the new tokens; None: it has nothing. stopper: may end it early. new_tokens: what it has emitted.
+    failure: why it ended with the finish reason FAILED.
     """
 
     number: int
@@ -237,6 +229,10 @@ class Text:
     words: Sequence[int] = ()
     media: Sequence[Media] = ()
     _processor: TextProcessor | None = None
+
+    def see(self, table: MediaTable) -> None:
+        """Hold the images and sounds of the prompt. Raises ValueError for one that is not kept any more."""
+        self.media, self.words = table.of_prompt(self.prompt), table.words_of(self.prompt)
 
     @property
     def processor(self) -> TextProcessor:
@@ -270,7 +266,7 @@ class Request:
 
     prompts: the token ids of each, one at least; limits: the most new tokens of each. observer: sees every
     step. logprobs: see Text.top_logprobs. stoppers: one for each prompt, or none. prompt_cache: for a
-    single text, or for those of `generate_many`. words: see Prompts; for each prompt, or none.
+    single text, or for those of `generate_many`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -284,7 +280,6 @@ class Request:
     logprobs: int | None = None
     stoppers: Sequence[Stopper] = ()
     prompt_cache: PromptCache | None = None
-    words: Sequence[Sequence[int]] = ()
 
     @property
     def longest_text(self) -> int:
@@ -295,9 +290,8 @@ class Request:
         """Return the texts of the rows, none of which has a token yet."""
         terms = Terms(tuple(self.eos_token_ids), self.rule, self.sampling, self.processing)
         stoppers: Sequence[Stopper | None] = self.stoppers or [None] * len(self.prompts)
-        rows = zip(self.prompts, self.limits, stoppers, self.words or self.prompts, strict=True)
-        top = self.logprobs
+        rows = zip(self.prompts, self.limits, stoppers, strict=True)
         return [
-            Text(number, limit, terms, prompt=prompt, top_logprobs=top, stopper=stopper, words=words)
-            for number, (prompt, limit, stopper, words) in enumerate(rows)
+            Text(number, limit, terms, prompt=prompt, top_logprobs=self.logprobs, stopper=stopper)
+            for number, (prompt, limit, stopper) in enumerate(rows)
         ]

@@ -115,8 +115,7 @@ class Scheduler:
                 f"target's {positions} positions; leave it out"
             )
         text.limit = min(text.limit, positions - length)
-        text.media = self.target.media.of_prompt(text.prompt)
-        text.words = self.target.media.words_of(text.prompt)
+        text.see(self.target.media)
         self.budget.require(text)
         self.waiting.append(text)
 

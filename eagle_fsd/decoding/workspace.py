@@ -128,6 +128,8 @@ class Workspaces:
         if spec.rests:
             self.target.expect(batch, 1)
         texts, watch, ended = request.texts(), Stopwatch(), threading.Event()
+        for text in texts:
+            text.see(self.target.media)
         steps = self.decode(request, spec, texts, random, watch, ended)
         return BatchStream(steps, texts, watch, tree, request.rule, None if greedy else seed, ended)
 

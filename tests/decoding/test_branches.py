@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.read_tokens import ReadTokens
 from support.tiny_models import RECURRENT, attention_of, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, PromptCache, SamplingConfig, TreeConfig
@@ -57,23 +58,6 @@ every_family = pytest.mark.parametrize(
         "lookup",
     ],
 )
-
-
-class ReadTokens:
-    """Counts the tokens that the target reads of prompts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, plain = 0, TargetSession.prefill
-
-        def counted(session: TargetSession, tokens: Any, counts: Sequence[int]) -> Any:
-            self.count += sum(counts)
-            return plain(session, tokens, counts)
-
-        monkeypatch.setattr(TargetSession, "prefill", counted)
-
-    def take(self) -> int:
-        count, self.count = self.count, 0
-        return count
 
 
 def answer(

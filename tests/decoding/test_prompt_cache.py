@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.every_drafter import engine, every_drafter
+from support.read_tokens import ReadTokens
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, GenerationOutput, PromptCache, TreeConfig
@@ -25,23 +26,6 @@ from eagle_fsd.target.session import TargetSession
 TREE = TreeConfig(8, 3, 3)
 START, *TURNS = prompts_of([70, 5, 1, 9], seed=3)
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_k": 12, "rule": Fuzzy(0.4)}]
-
-
-class ReadTokens:
-    """Counts the tokens that the target reads of prompts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, plain = 0, TargetSession.prefill
-
-        def counted(session: TargetSession, tokens: Any, counts: Sequence[int]) -> Any:
-            self.count += sum(counts)
-            return plain(session, tokens, counts)
-
-        monkeypatch.setattr(TargetSession, "prefill", counted)
-
-    def take(self) -> int:
-        count, self.count = self.count, 0
-        return count
 
 
 def answer(
