@@ -1,7 +1,8 @@
 """`python -m eagle_fsd.storage` shows what the package keeps on disk and its size; --clear deletes it.
 
 It keeps the measurements that choose trees, matmul backends and runtimes (two small files), the converted
-weights of GGUF files, and the graphs of the OpenVINO runtime. Everything is made again when it is needed.
+weights of GGUF files, and the graphs and the operator of the OpenVINO runtime. Everything is made again when
+it is needed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from eagle_fsd.files.kept_folders import folder_size
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
 from eagle_fsd.hub.kept.weights_cache import RECORD, WEIGHTS
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS
+from eagle_fsd.runtime.openvino.tiles.compiler import OPERATORS
 
 ALL, MEASUREMENTS = "all", "measurements"
+KEPT = (WEIGHTS, GRAPHS, OPERATORS)
 
 
 DESCRIPTION = """\
@@ -30,9 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clear",
         nargs="?",
-        choices=(ALL, WEIGHTS.name, GRAPHS.name, MEASUREMENTS),
+        choices=(ALL, *(kept.name for kept in KEPT), MEASUREMENTS),
         const=ALL,
-        help="delete everything, or only the converted weights, the graphs, or the measurements",
+        help="delete everything, or only converted weights, graphs, operators or measurements",
     )
     return parser
 
@@ -44,7 +47,7 @@ def describe_storage() -> list[str]:
         if (file := cache_file(name)).is_file():
             records = read_records(file)
             found.append(f"  {name}: {len(records)} measurements, {file.stat().st_size / 1e6:.1f} MB")
-    for kept in (WEIGHTS, GRAPHS):
+    for kept in KEPT:
         for folder in reversed(kept.whole()):
             record = read_records(folder / RECORD)  # graphs have none
             dtype = str(record.get("dtype")).removeprefix("torch.")
@@ -57,7 +60,7 @@ def describe_storage() -> list[str]:
 
 def clear(what: str) -> None:
     """Delete what is kept, or a part of it."""
-    for kept in (WEIGHTS, GRAPHS):
+    for kept in KEPT:
         if what in (ALL, kept.name):
             kept.clear()
     if what in (ALL, MEASUREMENTS):

@@ -61,7 +61,11 @@ def smollm2() -> EagleFSD:
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests choose and convert is kept for the tests alone, and no longer: weights are large."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder, several = tmp_path_factory.mktemp("cache"), "PYTEST_XDIST_WORKER" in os.environ
+    operators = tmp_path_factory.getbasetemp()
+    operators = (operators.parent if several else operators) / "operators"  # compiled once for all processes
+    operators.mkdir(exist_ok=True)
+    (folder / "operators").symlink_to(operators, target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_FSD_CACHE", str(folder))
         yield
@@ -80,7 +84,8 @@ def cores_of_their_own() -> Iterator[None]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of one test's own, which keeps what it is given."""
+    """A cache folder of one test's own, which keeps what it is given; no operator is compiled for it."""
+    monkeypatch.setenv("EAGLE_FSD_NO_OPERATORS", "1")
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     monkeypatch.delenv("EAGLE_FSD_NO_WEIGHTS_CACHE", raising=False)
     return tmp_path

@@ -112,6 +112,15 @@ def processor() -> str:
     return next(filter(None, names), platform.machine())
 
 
+def processor_flags() -> frozenset[str]:
+    """Return what this processor can do, by the names of Linux; nothing where that is not known."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
 def cores() -> int | None:
     """Return how many processor cores this process may use.
 

@@ -1,13 +1,16 @@
-"""A tiny Llama's weights, and a GGUF file of them in llama.cpp's names and row order."""
+"""A tiny Llama's weights, a GGUF file of them in llama.cpp's names and row order, and rows of any type."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
+
+from eagle_fsd.runtime.openvino.gguf_blocks import LAYOUTS
 
 
 def tiny_weights(seed: int = 0, tied: bool = False) -> dict[str, Tensor]:
@@ -70,3 +73,23 @@ def write_gguf(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Return packed rows of random bytes; only the floats of each block are drawn from sane ones."""
+    import gguf
+
+    rng = np.random.default_rng(seed)
+    layout = np.dtype(LAYOUTS[kind].fields)
+    size, numbers = layout.itemsize, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    blocks = rng.integers(256, size=(rows * columns // numbers, size), dtype=np.uint8).view(layout)[:, 0]
+    for name in {"d", "m"} & {*layout.names}:
+        blocks[name] = rng.normal(size=len(blocks)) * 0.01
+    return blocks.view(np.uint8).reshape(rows, -1)
+
+
+def plain_rows(kind: str, packed: np.ndarray) -> np.ndarray:
+    """Return the float32 numbers that packed rows stand for, by the package gguf."""
+    import gguf
+
+    return gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])

@@ -18,6 +18,7 @@ from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, constant_bytes, find_or_make, read
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
+from eagle_fsd.runtime.openvino.tiles.product import multiply_tiles
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
@@ -28,6 +29,7 @@ from eagle_fsd.runtime.openvino.weight_formats import (
     Blocks,
     Encoder,
     compress,
+    multiply_blocks,
     round_to_int8,
 )
 
@@ -122,14 +124,16 @@ class OpenVINO:
     ) -> tuple[Any, Path | None]:
         """Return a graph in this format, made or read from disk, and its folder on disk."""
         blocks = self.rounds or self.packed is not None
+        tiles = self.rounds and library.operator() is not None
 
         def make_graph() -> Any:
             graph = make()
             if blocks:
-                compress(graph, functools.partial(self.encode, draft=name in DRAFT))
+                encode = functools.partial(self.encode, draft=name in DRAFT)
+                compress(graph, encode, multiply_tiles if tiles else multiply_blocks)
             return graph
 
-        return find_or_make(name, weights, [self.weight_format, blocks, parts], make_graph, kept)
+        return find_or_make(name, weights, [self.weight_format, blocks, tiles, parts], make_graph, kept)
 
     def _network(self, graph: Any, folder: Path | None, layout: Layout) -> Network:
         variants = self._variants(graph, folder, lambda sizes: layout.shapes(*sizes))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle_fsd.runtime.openvino.weight_formats import Blocks
+from eagle_fsd.runtime.openvino.weight_formats import Blocks, PackedRows
 
 CHUNK = 2**18  # numbers that are worked on at once: few enough for a processor's cache
 
@@ -137,6 +137,11 @@ class BlockLayout:
     high_bits: int = 0
 
     @property
+    def names(self) -> set[str]:
+        """The names of a block's fields."""
+        return {name for name, *_ in self.fields}
+
+    @property
     def bits(self) -> int:
         return 4 if self.low_bits + self.high_bits == 4 else 8
 
@@ -162,7 +167,8 @@ def unpack(kind: str, packed: np.ndarray) -> Blocks:
         if minimum is not None:
             offsets.append((minimum + scale * np.float32(layout.centre)).reshape(len(rows), -1))
     joined = np.concatenate(offsets) if offsets else None
-    return Blocks(np.concatenate(integers), np.concatenate(scales), joined, layout.bits)
+    source = PackedRows(kind, packed)
+    return Blocks(np.concatenate(integers), np.concatenate(scales), joined, layout.bits, source)
 
 
 def spread(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -191,17 +197,22 @@ def scales_of_8_bits(blocks: np.ndarray) -> tuple[np.ndarray, None]:
 
 
 def scales_of_6_bits(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read eight scales and minima from three groups of four bytes.
+    scales, minima = split_scales_of_6_bits(blocks["scales"])
+    # The minima of these types are kept with the other sign.
+    return blocks["d"].astype(np.float32)[:, None] * scales, -blocks["m"].astype(np.float32)[:, None] * minima
+
+
+def split_scales_of_6_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return eight scales and eight minima [n, 8] uint8 from three groups of four bytes [n, 3, 4].
 
     The first four bytes hold four scales and the highest bits of the other four; the next four bytes the same
     of the minima; the last four bytes the lowest bits of the other scales and minima.
     """
-    scales, minima, rest = (blocks["scales"][:, place] for place in range(3))
+    scales, minima, rest = (packed[:, place] for place in range(3))
     low, top = np.uint8(0x3F), np.uint8(0x30)
     scales = np.concatenate([scales & low, rest & np.uint8(0xF) | scales >> np.uint8(2) & top], axis=1)
     minima = np.concatenate([minima & low, rest >> np.uint8(4) | minima >> np.uint8(2) & top], axis=1)
-    # The minima of these types are kept with the other sign.
-    return blocks["d"].astype(np.float32)[:, None] * scales, -blocks["m"].astype(np.float32)[:, None] * minima
+    return scales, minima
 
 
 D, M = ("d", "<f2"), ("m", "<f2")  # floats of 16 bits

@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import hold_lock
+from eagle_fsd.runtime.openvino.tiles.compiler import (
+    compiled_operator,
+    known_operator,
+    may_compile,
+)
 
 if TYPE_CHECKING:  # a head start needs this module before torch is there
     from torch import Tensor
@@ -89,7 +94,31 @@ def make_core() -> Any:
     """Make what `core` returns."""
     made = openvino().Core()
     made.get_versions("CPU")
+    if (known := known_operator()) is not None:  # graphs that are kept may have it
+        add_operator(made, known)
     return made
+
+
+def operator() -> Path | None:
+    """Return the compiled operator TileProduct, which the core knows from now on; None if there is none."""
+    return load_operator() if may_compile() else None
+
+
+@functools.cache
+def load_operator() -> Path | None:
+    """Compile and load what `operator` returns."""
+    path = compiled_operator()
+    return path if path is not None and add_operator(core(), path) else None
+
+
+def add_operator(to: Any, path: Path) -> bool:
+    """Let a Core know a compiled operator, and return whether it does."""
+    try:
+        to.add_extension(str(path))
+    except RuntimeError as error:  # such as of another release
+        logger.info("products with few bits are left to OpenVINO: %s", one_line(error, 200))
+        return False
+    return True
 
 
 def version() -> str:

@@ -25,26 +25,35 @@ GROUP = 32
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """Rows [out, bytes] uint8 of a ggml type, as they are in a file."""
+
+    kind: str
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
 class Blocks:
     """A weight [out, in] as integers of few bits. G: in / group blocks a row.
 
     integers: [out, G, group] int8. scales: [out, G] float32. offsets: the same, or None. bits: 4 if all
-    integers are in -8..7, else 8.
+    integers are in -8..7, else 8. source: the rows of a file that they were read from, if any.
     """
 
     integers: np.ndarray
     scales: np.ndarray
     offsets: np.ndarray | None
     bits: int
+    source: PackedRows | None = None
 
     @property
     def group(self) -> int:
         return int(self.integers.shape[2])
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
+    def kind(self) -> tuple[int, int, bool, str | None]:
         """What weights must have in common to be one product."""
-        return self.bits, self.group, self.offsets is not None
+        return self.bits, self.group, self.offsets is not None, self.source and self.source.kind
 
     def plain(self) -> np.ndarray:
         """Return the weight [out, in] float32 that the blocks stand for."""
@@ -57,16 +66,20 @@ class Blocks:
     def join(cls, parts: Sequence[Blocks]) -> Blocks:
         """Return the blocks of weights of one kind, one below the other."""
         offsets = [part.offsets for part in parts if part.offsets is not None]
+        sources = [part.source for part in parts if part.source is not None]
         return cls(
             np.concatenate([part.integers for part in parts]),
             np.concatenate([part.scales for part in parts]),
             np.concatenate(offsets) if offsets else None,
             parts[0].bits,
+            PackedRows(sources[0].kind, np.concatenate([one.rows for one in sources])) if sources else None,
         )
 
 
 # Returns a weight's [out, in] blocks, or None for one that stays as it is.
 Encoder = Callable[[np.ndarray], Blocks | None]
+# Returns the node of rows [..., in] times a weight: [..., out].
+Multiplier = Callable[[Any, Blocks], Any]
 
 
 def round_to_int8(weight: np.ndarray) -> Blocks | None:
@@ -80,7 +93,7 @@ def round_to_int8(weight: np.ndarray) -> Blocks | None:
     return Blocks(np.rint(blocks / safe[:, :, None]).astype(np.int8), scales, None, 8)
 
 
-def compress(model: Any, encode: Encoder) -> int:
+def compress(model: Any, encode: Encoder, multiply: Multiplier) -> int:
     """Give the products of an openvino.Model weights in few bits, in place, and return how many got them.
 
     Products of one input become one product if their weights are of one kind: fewer, larger ones are faster.
@@ -92,12 +105,12 @@ def compress(model: Any, encode: Encoder) -> int:
             inputs.setdefault((rows.get_node().get_friendly_name(), rows.get_index()), []).append(node)
     count = 0
     for nodes in inputs.values():  # not all at once: their blocks would take as much memory as the graph
-        groups: dict[tuple[int, int, bool], list[tuple[Any, Blocks]]] = {}
+        groups: dict[Any, list[tuple[Any, Blocks]]] = {}
         for node in nodes:
             if (weight := constant_weight(node)) is not None and (blocks := encode(weight)) is not None:
                 groups.setdefault(blocks.kind, []).append((node, blocks))
         for products in groups.values():
-            replace_products(products)
+            replace_products(products, multiply)
             count += len(products)
     model.validate_nodes_and_infer_types()
     return count
@@ -116,11 +129,11 @@ def constant_weight(node: Any) -> np.ndarray | None:
     return weight if transposed else np.ascontiguousarray(weight.T)
 
 
-def replace_products(products: Sequence[tuple[Any, Blocks]]) -> None:
+def replace_products(products: Sequence[tuple[Any, Blocks]], multiply: Multiplier) -> None:
     """Put one product with blocks in the place of products of one input, whose outputs it is split into."""
     ops = openvino().opset13
     rows = products[0][0].input_value(0)
-    made = multiply_blocks(rows, Blocks.join([blocks for _, blocks in products]))
+    made = multiply(rows, Blocks.join([blocks for _, blocks in products]))
     if len(products) == 1:
         products[0][0].output(0).replace(made.output(0))
         return

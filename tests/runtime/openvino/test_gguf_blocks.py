@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.tiny_gguf import plain_rows, random_rows
 from torch import nn
 
 from eagle_fsd.runtime.openvino import library
@@ -34,23 +35,8 @@ FORMS = {
 }
 
 
-def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Return packed rows of random bytes; only the floats of each block are drawn from sane ones."""
-    rng = np.random.default_rng(seed)
-    layout = np.dtype(LAYOUTS[kind].fields)
-    size, numbers = layout.itemsize, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-    blocks = rng.integers(256, size=(rows * columns // numbers, size), dtype=np.uint8).view(layout)[:, 0]
-    for name in {"d", "m"} & {*layout.names}:
-        blocks[name] = rng.normal(size=len(blocks)) * 0.01
-    return blocks.view(np.uint8).reshape(rows, -1)
-
-
 def quantised(kind: str, weight: np.ndarray) -> np.ndarray:
     return gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
-
-
-def plain(kind: str, packed: np.ndarray) -> np.ndarray:
-    return gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
 
 
 def write(path: Path, tensors: Packed) -> Path:
@@ -78,14 +64,14 @@ def assert_stands_for(blocks: Blocks | None, weight: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", FORMS)
 def test_each_type_stands_for_what_the_package_reads(kind: str) -> None:
     packed = random_rows(kind, 700, 512)
-    assert_stands_for(unpack(kind, packed), plain(kind, packed))
+    assert_stands_for(unpack(kind, packed), plain_rows(kind, packed))
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_each_type_is_in_the_form_that_products_take(kind: str) -> None:
     bits, group, has_offsets = FORMS[kind]
     blocks = unpack(kind, random_rows(kind, 3, 512))
-    assert blocks.kind == (bits, group, has_offsets)
+    assert blocks.kind == (bits, group, has_offsets, kind)
     assert blocks.integers.shape == (3, 512 // group, group) and blocks.integers.dtype == np.int8
     assert blocks.scales.shape == (3, 512 // group) and blocks.scales.dtype == np.float32
     if has_offsets:
@@ -100,7 +86,7 @@ def test_a_quantised_weight_stands_for_itself(kind: str, tmp_path: Path) -> None
     weight = np.random.default_rng(1).normal(size=(40, 64)).astype(np.float32)
     packed = quantised(kind, weight)
     find = GGUFBlocks(write(tmp_path / "a.gguf", {"a.weight": (kind, packed)}))
-    assert_stands_for(find(plain(kind, packed)), plain(kind, packed))
+    assert_stands_for(find(plain_rows(kind, packed)), plain_rows(kind, packed))
     assert find(weight) is None  # which the file has only rounded
 
 
@@ -109,7 +95,7 @@ def test_a_quantised_weight_stands_for_itself(kind: str, tmp_path: Path) -> None
 def test_products_with_the_blocks_are_right(kind: str, rounded: bool, allowed: float) -> None:
     """The reference multiplies plain weights. rounded: the other factor has 8 bits, so less is promised."""
     openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    weight = plain(kind, packed := random_rows(kind, 64, 512))
+    weight = plain_rows(kind, packed := random_rows(kind, 64, 512))
     given = openvino.opset13.parameter([-1, 512], np.float32)
     model = openvino.Model([multiply_blocks(given, unpack(kind, packed))], [given], "product")
     rows = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
@@ -134,16 +120,16 @@ def test_permuted_and_fused_rows_are_found(kind: str, tmp_path: Path) -> None:
     other = random_rows(kind, 10, 512)
     tensors = {f"{index}.weight": (kind, part) for index, part in enumerate([*parts, other])}
     find = GGUFBlocks(write(tmp_path / "a.gguf", tensors))
-    fused = np.concatenate([plain(kind, part) for part in parts])
+    fused = np.concatenate([plain_rows(kind, part) for part in parts])
     order = np.random.default_rng(0).permutation(len(fused))
-    for weight in (fused, fused[order], np.asfortranarray(fused[7:9]), plain(kind, other)):
+    for weight in (fused, fused[order], np.asfortranarray(fused[7:9]), plain_rows(kind, other)):
         assert_stands_for(find(weight), weight)
 
 
 def test_a_row_that_differs_in_one_bit_is_not_found(tmp_path: Path) -> None:
     packed = random_rows("Q8_0", 8, 64)
     find = GGUFBlocks(write(tmp_path / "a.gguf", {"a.weight": ("Q8_0", packed)}))
-    weight = plain("Q8_0", packed)
+    weight = plain_rows("Q8_0", packed)
     changed = weight.copy()
     changed.view(np.uint32)[3, 17] ^= 1
     assert find(weight) is not None and find(changed) is None
@@ -156,8 +142,8 @@ def test_equal_checksums_are_not_enough(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "eagle_fsd.runtime.openvino.gguf_blocks.checksum", lambda rows: np.zeros(len(rows), dtype=np.uint64)
     )
-    assert find(plain("Q4_0", packed) + 1) is None
-    assert find(plain("Q4_0", packed)) is not None
+    assert find(plain_rows("Q4_0", packed) + 1) is None
+    assert find(plain_rows("Q4_0", packed)) is not None
 
 
 def test_rows_that_two_types_share_do_not_mix_them(tmp_path: Path) -> None:
@@ -167,10 +153,10 @@ def test_rows_that_two_types_share_do_not_mix_them(tmp_path: Path) -> None:
     tensors = {"a.weight": ("Q4_0", first), "b.weight": ("Q8_0", second)}
     find = GGUFBlocks(write(tmp_path / "a.gguf", tensors))
     for (kind, packed), bits in zip(tensors.values(), (4, 8), strict=True):
-        blocks = find(plain(kind, packed))
+        blocks = find(plain_rows(kind, packed))
         assert blocks is not None and blocks.bits == bits
-        assert np.array_equal(blocks.plain(), plain(kind, packed))
-    mixed = np.concatenate([plain(kind, packed) for kind, packed in tensors.values()])
+        assert np.array_equal(blocks.plain(), plain_rows(kind, packed))
+    mixed = np.concatenate([plain_rows(kind, packed) for kind, packed in tensors.values()])
     assert find(mixed) is None
 
 
@@ -187,7 +173,7 @@ def test_rows_of_experts_are_found(tmp_path: Path) -> None:
     packed = random_rows("Q4_1", 12, 64)
     experts = packed.reshape(3, 4, -1)
     find = GGUFBlocks(write(tmp_path / "a.gguf", {"a.weight": ("Q4_1", experts)}))
-    weight = plain("Q4_1", packed)[4:8]
+    weight = plain_rows("Q4_1", packed)[4:8]
     assert_stands_for(find(weight), weight)
 
 
@@ -210,7 +196,7 @@ def test_float32_multiplies_blocks_as_the_numbers_they_stand_for(tmp_path: Path,
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     packed = random_rows(kind, 96, 512)
     file = write(tmp_path / "a.gguf", {"a.weight": (kind, packed)})
-    weight = torch.from_numpy(plain(kind, packed))
+    weight = torch.from_numpy(plain_rows(kind, packed))
     errors = {}
     for name in ("float32", "packed"):
         runtime = OpenVINO(name, GGUFBlocks(file))

@@ -79,7 +79,7 @@ def test_plain_and_join(offsets: bool) -> None:
             wanted += 0 if part.offsets is None else part.offsets[row, group]
             assert part.plain()[row, group * GROUP + place] == pytest.approx(wanted, abs=1e-6)
     joined = Blocks.join(parts)
-    assert joined.kind == parts[0].kind == (8, GROUP, offsets)
+    assert joined.kind == parts[0].kind == (8, GROUP, offsets, None)
     np.testing.assert_array_equal(joined.plain(), np.concatenate([part.plain() for part in parts]))
 
 
@@ -123,7 +123,7 @@ def products_model(weights: Sequence[np.ndarray], transposed: Sequence[bool]) ->
 def test_products_of_one_input_become_one(transposed: tuple[bool, bool]) -> None:
     weights = [numbers(8, WIDTH), numbers(24, WIDTH, seed=1)]
     model = products_model(weights, transposed)
-    assert compress(model, round_to_int8) == 2
+    assert compress(model, round_to_int8, multiply_blocks) == 2
     assert kinds(model).count("MatMul") == 1 and kinds(model).count("VariadicSplit") == 1
     x = numbers(2, 3, WIDTH, seed=2)
     assert [made.shape for made in compute(model, x)] == [(2, 3, 8), (2, 3, 24)]
@@ -142,7 +142,7 @@ def test_products_of_other_kinds_stay_apart() -> None:
         24: random_blocks(24, 4, True, seed=5),
     }
     model = products_model(weights, [True] * 4)
-    assert compress(model, lambda weight: made.get(len(weight))) == 3
+    assert compress(model, lambda weight: made.get(len(weight)), multiply_blocks) == 3
     # One for the two with offsets, one for their sums, one without, one plain.
     assert kinds(model).count("MatMul") == 4
     x = numbers(1, 3, WIDTH)
@@ -158,7 +158,7 @@ def test_products_of_other_inputs_stay_apart() -> None:
     second = ops.matmul(first, ops.constant(weight), False, True)
     scores = ops.matmul(second, first, False, True)  # not with a constant
     model = openvino.Model([scores], [rows], "chain")
-    assert compress(model, round_to_int8) == 2
+    assert compress(model, round_to_int8, multiply_blocks) == 2
     assert kinds(model).count("MatMul") == 3
     blocks = round_to_int8(weight)
     assert blocks is not None

@@ -1,0 +1,430 @@
+// TileProduct, an operator of OpenVINO: float rows times a weight of few bits, kept as in a .gguf file.
+//
+// TILE outputs are computed side by side, one in each lane of a register. Their weights lie together, as `tiles.py`
+// writes them: for each span of inputs a header of scales and minima, then for each CHUNK of inputs a plane of the
+// integers' low bits and one of their high bits. Activations are rounded to 8 bits, with a scale for each CHUNK.
+// A row's result does not depend on the rows beside it: the same operations run in the same order.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <openvino/core/extension.hpp>
+#include <openvino/core/op_extension.hpp>
+#include <openvino/op/op.hpp>
+#include <tbb/parallel_for.h>
+
+namespace {
+
+constexpr int TILE = 16, CHUNK = 32, MOST = 8;  // MOST: rows that are multiplied together
+constexpr int64_t LINE = 64;                    // bytes of a cache line, and of TILE times 4 weights
+
+// How a ggml type keeps weights: w = scale * (integer - CENTRE) + minimum.
+enum Scales { IN_8_BITS, IN_16_BITS, IN_32_BITS };  // those in 8 bits are of a span's own scale in 16 bits
+
+template <int HIGH, int GROUP_, Scales SCALES_, bool MINIMA_, int CENTRE_>
+struct Kind {
+    static constexpr int high = HIGH;  // bits beside the lowest 4
+    static constexpr int GROUP = GROUP_, CENTRE = CENTRE_;
+    static constexpr Scales SCALES = SCALES_;
+    static constexpr bool MINIMA = MINIMA_;
+    static constexpr int64_t PLANE = LINE * (4 + HIGH);  // bytes of a CHUNK
+    static constexpr int64_t STEP = TILE << SCALES_;     // bytes of TILE scales
+};
+
+// ---- Registers: LANES outputs each ----
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+constexpr int LANES = 16;
+using Ints = __m512i;
+using Floats = __m512;
+
+inline Ints load(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline Ints repeat(int32_t value) { return _mm512_set1_epi32(value); }
+inline Ints repeat_byte(char value) { return _mm512_set1_epi8(value); }
+inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+template <int BY>
+inline Ints shift(Ints a) {
+    return BY < 0 ? _mm512_srli_epi16(a, BY < 0 ? -BY : 0) : _mm512_slli_epi16(a, BY < 0 ? 0 : BY);
+}
+inline Ints other_signs(Ints a) { return _mm512_xor_si512(a, repeat_byte(-128)); }
+inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+inline Floats repeat(float value) { return _mm512_set1_ps(value); }
+inline Floats zero() { return _mm512_setzero_ps(); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a); }
+inline Floats floats_of(const float* from) { return _mm512_loadu_ps(from); }
+inline Floats of_halves(const uint8_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline Floats size(Floats a) { return _mm512_abs_ps(a); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline float max_of(Floats a) { return _mm512_reduce_max_ps(a); }
+inline float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
+inline int32_t sum_of(Ints a) { return _mm512_reduce_add_epi32(a); }
+inline Ints to_ints(Floats a) { return _mm512_cvtps_epi32(a); }
+inline void store_bytes(int8_t* to, Ints a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(a));
+}
+template <bool SIGNED>
+inline Floats of_bytes(const uint8_t* from) {
+    const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return to_floats(SIGNED ? _mm512_cvtepi8_epi32(found) : _mm512_cvtepu8_epi32(found));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr int LANES = 8;
+using Ints = __m256i;
+using Floats = __m256;
+
+inline Ints load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline Ints repeat(int32_t value) { return _mm256_set1_epi32(value); }
+inline Ints repeat_byte(char value) { return _mm256_set1_epi8(value); }
+inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+inline Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+template <int BY>
+inline Ints shift(Ints a) {
+    return BY < 0 ? _mm256_srli_epi16(a, BY < 0 ? -BY : 0) : _mm256_slli_epi16(a, BY < 0 ? 0 : BY);
+}
+inline Ints other_signs(Ints a) { return _mm256_xor_si256(a, repeat_byte(-128)); }
+inline Floats to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
+inline Floats repeat(float value) { return _mm256_set1_ps(value); }
+inline Floats zero() { return _mm256_setzero_ps(); }
+inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline void store(float* to, Floats a) { _mm256_storeu_ps(to, a); }
+inline Floats floats_of(const float* from) { return _mm256_loadu_ps(from); }
+inline Floats of_halves(const uint8_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Floats size(Floats a) { return _mm256_andnot_ps(repeat(-0.0f), a); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline float max_of(Floats a) {
+    __m128 found = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    found = _mm_max_ps(found, _mm_movehl_ps(found, found));
+    return _mm_cvtss_f32(_mm_max_ss(found, _mm_movehdup_ps(found)));
+}
+inline float sum_of(Floats a) {
+    __m128 found = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    found = _mm_add_ps(found, _mm_movehl_ps(found, found));
+    return _mm_cvtss_f32(_mm_add_ss(found, _mm_movehdup_ps(found)));
+}
+inline int32_t sum_of(Ints a) {
+    __m128i found = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    found = _mm_add_epi32(found, _mm_shuffle_epi32(found, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(found, _mm_shuffle_epi32(found, 0xb1)));
+}
+inline Ints to_ints(Floats a) { return _mm256_cvtps_epi32(a); }
+inline void store_bytes(int8_t* to, Ints a) {
+    const __m128i found = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(found, found));
+}
+template <bool SIGNED>
+inline Floats of_bytes(const uint8_t* from) {
+    const __m128i found = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return to_floats(SIGNED ? _mm256_cvtepi8_epi32(found) : _mm256_cvtepu8_epi32(found));
+}
+
+#else
+#error "a processor with AVX2 is needed"
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool SIGNED_BYTES = false;  // weights of 8 bits are multiplied as unsigned ones, 128 higher
+#else
+constexpr bool SIGNED_BYTES = true;
+#endif
+
+inline int32_t four(const int8_t* from) {
+    int32_t value;
+    std::memcpy(&value, from, 4);
+    return value;
+}
+
+// Return sum + the products of PARTS registers of unsigned weights, 4 in each lane, with 4 * PARTS activations.
+template <int HIGH, int PARTS>
+inline Ints dot(const Ints* weights, const int8_t* values, Ints sum) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    for (int j = 0; j < PARTS; ++j) sum = _mm512_dpbusd_epi32(sum, weights[j], repeat(four(values + 4 * j)));
+#elif defined(__AVXVNNI__)
+    for (int j = 0; j < PARTS; ++j) sum = _mm256_dpbusd_avx_epi32(sum, weights[j], repeat(four(values + 4 * j)));
+#else
+    // Pairs are added in 16 bits. This many of them fit: 8 * 2 * 15 * 127 < 2^15, and so on.
+    constexpr int RUN = HIGH == 0 ? 8 : HIGH == 1 ? 4 : HIGH == 2 ? 2 : 1;
+    const Ints ones = _mm256_set1_epi16(1);
+    for (int begin = 0; begin < PARTS; begin += RUN) {
+        Ints pairs = _mm256_setzero_si256();
+        for (int j = begin; j < std::min(begin + RUN, PARTS); ++j) {
+            const Ints by = repeat(four(values + 4 * j));
+            if constexpr (HIGH == 4) {  // signed, since 2 * 255 * 127 would not fit; only an activation has a sign
+                pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights[j]), _mm256_sign_epi8(by, weights[j]));
+            } else {
+                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(weights[j], by));
+            }
+        }
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+#endif
+    return sum;
+}
+
+// Read the integers of a CHUNK: register j has inputs 4 j to 4 j + 3 of LANES outputs.
+template <int HIGH>
+inline void unpack(const uint8_t* plane, Ints weights[8]) {
+    if constexpr (HIGH == 4) {
+        for (int j = 0; j < 8; ++j) {
+            weights[j] = load(plane + LINE * j);
+            if (!SIGNED_BYTES) weights[j] = other_signs(weights[j]);
+        }
+        return;
+    }
+    const Ints low = repeat_byte(0x0f);
+    for (int j = 0; j < 4; ++j) {
+        const Ints pair = load(plane + LINE * j);
+        weights[j] = both(pair, low);
+        weights[j + 4] = both(shift<-4>(pair), low);
+    }
+    if constexpr (HIGH == 1) {
+        const Ints bits = load(plane + 4 * LINE), place = repeat_byte(0x10);
+        const Ints moved[8] = {shift<4>(bits), shift<3>(bits), shift<2>(bits), shift<1>(bits),
+                               bits, shift<-1>(bits), shift<-2>(bits), shift<-3>(bits)};
+        for (int j = 0; j < 8; ++j) weights[j] = either(weights[j], both(moved[j], place));
+    }
+    if constexpr (HIGH == 2) {
+        const Ints place = repeat_byte(0x30);
+        for (int half = 0; half < 2; ++half) {
+            const Ints bits = load(plane + (4 + half) * LINE);
+            const Ints moved[4] = {shift<4>(bits), shift<2>(bits), bits, shift<-2>(bits)};
+            for (int j = 0; j < 4; ++j) weights[4 * half + j] = either(weights[4 * half + j], both(moved[j], place));
+        }
+    }
+}
+
+// ---- Activations ----
+
+// A CHUNK of up to MOST rows: what a product needs lies together.
+template <int N>
+struct Rounded {
+    int8_t values[N][CHUNK];
+    float scale[N];
+    float sum[N];         // of the rounded activations, times the scale
+    int32_t sums[N][2];   // of each half of the integers
+};
+
+inline void round_chunk(const float* given, int8_t* values, float& scale, float& sum, int32_t* sums) {
+    constexpr int PARTS = CHUNK / LANES;
+    Floats parts[PARTS], most = zero(), none = zero();
+    for (int i = 0; i < PARTS; ++i) {
+        parts[i] = floats_of(given + i * LANES);
+        most = larger(most, size(parts[i]));
+        none = times_plus(parts[i], zero(), none);  // not a number, if any is not finite
+    }
+    const float largest = max_of(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    scale = largest / 127.0f + sum_of(none);
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < PARTS; ++i) {
+        const Ints rounded = to_ints(times(parts[i], repeat(inverse)));
+        store_bytes(values + i * LANES, rounded);
+        sums[2 * i / PARTS] += sum_of(rounded);
+    }
+    sum = scale * static_cast<float>(sums[0] + sums[1]);
+}
+
+template <int N>
+void round_rows(const float* rows, int64_t columns, void* to) {
+    auto* chunks = static_cast<Rounded<N>*>(to);
+    for (int64_t c = 0; c < columns / CHUNK; ++c)
+        for (int n = 0; n < N; ++n)
+            round_chunk(rows + n * columns + c * CHUNK, chunks[c].values[n], chunks[c].scale[n], chunks[c].sum[n],
+                        chunks[c].sums[n]);
+}
+
+// ---- Products ----
+
+// Compute LANES outputs, from lane `first` of a tile on, for N rows: to[n * stride].
+template <class K, int N>
+void multiply_lanes(const uint8_t* tile, int64_t columns, int64_t span, const Rounded<N>* chunk, int first, float* to,
+                    int64_t stride) {
+    constexpr int PARTS = CHUNK / K::GROUP;
+    constexpr int CENTRE = K::high < 4 ? K::CENTRE : SIGNED_BYTES ? 0 : 128;
+    const int64_t groups = span / K::GROUP;
+    const int64_t own = K::SCALES == IN_8_BITS ? 2 * TILE * (1 + K::MINIMA) : 0;
+    const int64_t header = (own + groups * K::STEP * (1 + K::MINIMA) + LINE - 1) / LINE * LINE;
+    Floats total[N];
+    for (int n = 0; n < N; ++n) total[n] = zero();
+    for (int64_t begin = 0; begin < columns; begin += span) {
+        Floats d = zero(), m = zero();
+        if constexpr (K::SCALES == IN_8_BITS) {
+            d = of_halves(tile + 2 * first);
+            if constexpr (K::MINIMA) m = of_halves(tile + 2 * TILE + 2 * first);
+        }
+        const uint8_t* scales = tile + own + (first << K::SCALES);
+        const uint8_t* minima = scales + groups * K::STEP;
+        const uint8_t* plane = tile + header;
+        auto read = [&](const uint8_t* from, Floats of_span, auto is_signed) {
+            if constexpr (K::SCALES == IN_8_BITS) return times(of_span, of_bytes<decltype(is_signed)::value>(from));
+            else if constexpr (K::SCALES == IN_16_BITS) return of_halves(from);
+            else return floats_of(reinterpret_cast<const float*>(from));
+        };
+        for (int64_t c = 0; c < span / CHUNK; ++c, ++chunk, plane += K::PLANE) {
+            Ints weights[8];
+            unpack<K::high>(plane + 4 * first, weights);
+            for (int64_t line = 0; line < K::PLANE; line += LINE)
+                _mm_prefetch(reinterpret_cast<const char*>(plane + 2048 + line), _MM_HINT_T0);
+            Floats scale[PARTS], minimum = zero();
+            for (int p = 0; p < PARTS; ++p, scales += K::STEP)
+                scale[p] = read(scales, d, std::integral_constant<bool, !K::MINIMA>{});
+            if constexpr (K::MINIMA) {
+                minimum = read(minima, m, std::false_type{});
+                minima += K::STEP;
+            }
+            for (int n = 0; n < N; ++n) {
+                const Floats by = repeat(chunk->scale[n]);
+                const int32_t* sums = chunk->sums[n];
+                for (int p = 0; p < PARTS; ++p) {
+                    const int32_t sum = PARTS == 1 ? sums[0] + sums[1] : sums[p];
+                    const Ints found = dot<K::high, 8 / PARTS>(weights + p * 8 / PARTS, chunk->values[n] + p * K::GROUP,
+                                                               repeat(-CENTRE * sum));
+                    total[n] = times_plus(to_floats(found), times(scale[p], by), total[n]);
+                }
+                if constexpr (K::MINIMA) total[n] = times_plus(minimum, repeat(chunk->sum[n]), total[n]);
+            }
+        }
+        tile += header + span / CHUNK * K::PLANE;
+    }
+    for (int n = 0; n < N; ++n) store(to + n * stride, total[n]);
+}
+
+// Compute the outputs of a tile for N rows. valid: how many of them there are.
+template <class K, int N>
+void multiply(const uint8_t* tile, int64_t columns, int64_t span, const void* chunks, float* to, int64_t stride,
+              int64_t valid) {
+    const auto* rounded = static_cast<const Rounded<N>*>(chunks);
+    float last[N * TILE];  // a tile that ends beyond the outputs is written here first
+    float* made = valid < TILE ? last : to;
+    const int64_t step = valid < TILE ? TILE : stride;
+    for (int first = 0; first < TILE; first += LANES)
+        multiply_lanes<K, N>(tile, columns, span, rounded, first, made + first, step);
+    if (valid < TILE)
+        for (int n = 0; n < N; ++n) std::memcpy(to + n * stride, last + n * TILE, valid * sizeof(float));
+}
+
+struct Work {
+    void (*round)(const float*, int64_t, void*);
+    void (*multiply)(const uint8_t*, int64_t, int64_t, const void*, float*, int64_t, int64_t);
+};
+
+template <class K, int... N>
+void list(Work* works, std::integer_sequence<int, N...>) {
+    ((works[N] = {round_rows<N + 1>, multiply<K, N + 1>}), ...);
+}
+
+// Return what rounds and multiplies 1 to MOST rows; null for a kind that is not known.
+const Work* works_of(const std::string& kind) {
+    using Numbers = std::make_integer_sequence<int, MOST>;
+    static const auto all = [] {
+        std::map<std::string, std::array<Work, MOST>> made;
+        auto add = [&](const char* name, auto kind) { list<decltype(kind)>(made[name].data(), Numbers{}); };
+        add("Q4_0", Kind<0, 32, IN_16_BITS, false, 8>{});
+        add("Q4_1", Kind<0, 32, IN_16_BITS, true, 0>{});
+        add("Q5_0", Kind<1, 32, IN_16_BITS, false, 16>{});
+        add("Q5_1", Kind<1, 32, IN_16_BITS, true, 0>{});
+        add("Q8_0", Kind<4, 32, IN_16_BITS, false, 0>{});
+        add("Q4_K", Kind<0, 32, IN_8_BITS, true, 0>{});
+        add("Q5_K", Kind<1, 32, IN_8_BITS, true, 0>{});
+        add("Q6_K", Kind<2, 16, IN_8_BITS, false, 32>{});
+        add("int8", Kind<4, 32, IN_32_BITS, false, 0>{});
+        return made;
+    }();
+    const auto found = all.find(kind);
+    return found == all.end() ? nullptr : found->second.data();
+}
+
+int64_t bytes_of(int64_t rows, int64_t columns) {
+    return rows * columns / CHUNK * static_cast<int64_t>(sizeof(Rounded<1>));
+}
+
+class TileProduct : public ov::op::Op {
+public:
+    OPENVINO_OP("TileProduct", "eagle_fsd");
+
+    TileProduct() = default;
+
+    TileProduct(const ov::OutputVector& inputs, std::string kind, int64_t width, int64_t span)
+        : Op(inputs), kind_(std::move(kind)), width_(width), span_(span) {
+        constructor_validate_and_infer_types();
+    }
+
+    void validate_and_infer_types() override {
+        NODE_VALIDATION_CHECK(this, works_of(kind_) != nullptr, "unknown kind of blocks: ", kind_);
+        auto shape = get_input_partial_shape(0);
+        shape[shape.size() - 1] = width_;
+        set_output_type(0, ov::element::f32, shape);
+    }
+
+    std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
+        return std::make_shared<TileProduct>(inputs, kind_, width_, span_);
+    }
+
+    bool visit_attributes(ov::AttributeVisitor& visitor) override {
+        visitor.on_attribute("kind", kind_);
+        visitor.on_attribute("width", width_);
+        visitor.on_attribute("span", span_);
+        return true;
+    }
+
+    bool has_evaluate() const override { return true; }
+
+    bool evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) const override {
+        auto shape = inputs[0].get_shape();
+        const int64_t columns = static_cast<int64_t>(shape.back());
+        const int64_t rows = columns ? static_cast<int64_t>(inputs[0].get_size()) / columns : 0;
+        const int64_t tiles = (width_ + TILE - 1) / TILE;
+        shape.back() = static_cast<size_t>(width_);
+        outputs[0].set_shape(shape);
+        const float* given = inputs[0].data<const float>();
+        float* made = outputs[0].data<float>();
+        const auto* weights = static_cast<const uint8_t*>(inputs[1].data());
+        const int64_t bytes = static_cast<int64_t>(inputs[1].get_byte_size()) / std::max<int64_t>(tiles, 1);
+        const Work* works = works_of(kind_);
+        static thread_local std::vector<uint8_t> memory;
+        memory.resize(static_cast<size_t>(bytes_of(rows, columns)));
+        uint8_t* rounded = memory.data();
+        auto each = [rows](auto work) {
+            for (int64_t row = 0; row < rows; row += MOST) work(row, std::min<int64_t>(MOST, rows - row));
+        };
+        each([&](int64_t row, int64_t count) {
+            works[count - 1].round(given + row * columns, columns, rounded + bytes_of(row, columns));
+        });
+        tbb::parallel_for(tbb::blocked_range<int64_t>(0, tiles, 4), [&](const tbb::blocked_range<int64_t>& range) {
+            for (int64_t tile = range.begin(); tile < range.end(); ++tile)
+                each([&](int64_t row, int64_t count) {
+                    works[count - 1].multiply(weights + tile * bytes, columns, span_, rounded + bytes_of(row, columns),
+                                              made + row * width_ + tile * TILE, width_,
+                                              std::min<int64_t>(TILE, width_ - tile * TILE));
+                });
+        });
+        return true;
+    }
+
+private:
+    std::string kind_;
+    int64_t width_ = 0, span_ = 0;
+};
+
+}  // namespace
+
+OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({std::make_shared<ov::OpExtension<TileProduct>>()}));
