@@ -78,7 +78,8 @@ def runtime_parts(target: TargetModel) -> list[object]:
     """Return what a target's times depend on, of the runtime that computes it."""
     if target.graphs is None:
         return []
-    return [target.graphs.runtime.name, library.version(), target.graphs.paged]
+    runtime = target.graphs.runtime
+    return [runtime.name, library.version(), target.graphs.paged, runtime.operator]
 
 
 class TreeChooser:

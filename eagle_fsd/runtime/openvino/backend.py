@@ -67,6 +67,12 @@ class OpenVINO:
         """Whether products round their activations."""
         return self.weight_format in FEW_BITS
 
+    @property
+    def operator(self) -> str | None:
+        """The name of the compiled operator that multiplies weights of few bits; None: OpenVINO does."""
+        found = library.operator() if self.rounds else None
+        return None if found is None else found.parent.name
+
     def network(
         self,
         name: str,
@@ -124,16 +130,16 @@ class OpenVINO:
     ) -> tuple[Any, Path | None]:
         """Return a graph in this format, made or read from disk, and its folder on disk."""
         blocks = self.rounds or self.packed is not None
-        tiles = self.rounds and library.operator() is not None
+        operator = self.operator
 
         def make_graph() -> Any:
             graph = make()
             if blocks:
                 encode = functools.partial(self.encode, draft=name in DRAFT)
-                compress(graph, encode, multiply_tiles if tiles else multiply_blocks)
+                compress(graph, encode, multiply_tiles if operator else multiply_blocks)
             return graph
 
-        return find_or_make(name, weights, [self.weight_format, blocks, tiles, parts], make_graph, kept)
+        return find_or_make(name, weights, [self.weight_format, blocks, operator, parts], make_graph, kept)
 
     def _network(self, graph: Any, folder: Path | None, layout: Layout) -> Network:
         variants = self._variants(graph, folder, lambda sizes: layout.shapes(*sizes))
