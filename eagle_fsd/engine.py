@@ -257,7 +257,7 @@ class EagleFSD:
         messages: {"role", "content"}. A content is a text or a list of parts, as the model's processor takes
         them: {"type": "text", "text": "What is this?"}, {"type": "image", "image": "cat.png"}. template:
         arguments of the chat template. In the places of images the ids are beyond the vocabulary; `generate`
-        and the others take them. Drafts do not see images; texts are exact all the same.
+        and the others take them. A head sees the images as the target does, other drafts see placeholders.
         """
         if not has_media(messages):
             return encode_chat(self.tokenizer, messages, template)[0].tolist()

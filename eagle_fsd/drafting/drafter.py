@@ -6,7 +6,7 @@ batch of texts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -62,6 +62,12 @@ class NextTokens:
         return cls(ids, values - logsumexp(logits))
 
 
+class Embedder(Protocol):
+    """Embeds the ids of images and sound as the target reads them; see target.media."""
+
+    def embed(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Seen:
     """Committed text, as it is shown to a drafter.
@@ -73,7 +79,8 @@ class Seen:
     text's first token. next_tokens: None unless the drafter needs them. At first, the lists after the X
     tokens before each root, in order; a text of fewer tokens has meaningless lists first. Beside taps, from
     which no logits can be read, there are none at first. Later, those at all nodes of the step's tree.
-    known: the tokens of each row without padding, if the host has them.
+    known: the tokens of each row without padding, if the host has them. ids: [B, P], of prompts with images
+    or sound: these have ids of their own where tokens are placeholders, and media embeds them; else None.
     """
 
     tokens: Tensor
@@ -81,6 +88,8 @@ class Seen:
     features: Tensor | None = None
     next_tokens: NextTokens | None = None
     known: Sequence[Sequence[int]] | None = None
+    ids: Tensor | None = None
+    media: Embedder | None = None
 
     @cached_property
     def on_host(self) -> Sequence[Sequence[int]]:
@@ -92,8 +101,8 @@ class Seen:
     def without_padding(self) -> Seen:
         """Return the same without the places that are padding in all rows; one place stays."""
         width = max(1, *self.counts)
-        features = None if self.features is None else self.features[:, :width]
-        return replace(self, tokens=self.tokens[:, :width], features=features)
+        features, ids = (None if one is None else one[:, :width] for one in (self.features, self.ids))
+        return replace(self, tokens=self.tokens[:, :width], features=features, ids=ids)
 
 
 class Drafter(Protocol):

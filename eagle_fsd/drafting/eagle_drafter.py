@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import within_training
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, OwnTokens, TargetVocabulary
-from eagle_fsd.drafting.drafter import Needs, Seen, Verifier
+from eagle_fsd.drafting.drafter import Embedder, Needs, Seen, Verifier
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
@@ -154,26 +155,36 @@ class EaglePredictor:
         """Commit pairs with the target's features and return the features [B, d] predicted at the roots."""
         if self.own is not None:
             self.own.add(seen.on_host)
-        return self.commit_pairs(*new_pairs(seen, self.cache, first), first)
+        return self.commit_pairs(*new_pairs(seen, self.cache, first), first, seen.media)
 
     def commit_pairs(
-        self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        counts: Sequence[int],
+        first: bool = False,
+        media: Embedder | None = None,
     ) -> Tensor:
         """Commit the first counts[row] pairs of features [B, P, d] and the tokens [B, P] that follow them.
 
         Rows are right-padded. Pairs past counts[row] are read, but masks hide them and later pairs overwrite
-        them. Returns the features [B, d] predicted at the last committed pair of each row.
+        them. media: embeds the tokens of prompts that have ids of images or sound among them.
+        Returns the features [B, d] predicted at the last committed pair of each row.
         """
         # Prompts have any length, so a recording for one would hardly ever be replayed.
-        read = self._read_pairs if first else self._read
+        read = partial(self._read_pairs, media=media) if first else self._read
         return commit_in_chunks(self.cache, read, (features, tokens), counts, first)
 
-    def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
+    def _read_pairs(
+        self, features: Tensor, tokens: Tensor, start: int, media: Embedder | None = None
+    ) -> Tensor:
         """Return the features [B, q, d] predicted at pairs [B, q], `start` slots past the committed ones."""
         # Pair j is in slot j, at position j.
         slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
         visible = within_training(visible, slots, slot_positions, self.head.config.longest_trained)
-        return self._forward(features, tokens, slots, visible)
+        embed = self.vocabulary.embed
+        embeddings = embed(tokens) if media is None else media.embed(tokens, embed)
+        return self._forward(features, embeddings, slots, visible)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1 of predicted features [..., d]."""
@@ -192,20 +203,23 @@ class EaglePredictor:
         if self.cache.view > (longest := self.head.config.longest_trained):  # else all of it is seen
             _, slot_positions = level_positions(self.cache, tokens, level)
             visible = within_training(visible, positions, slot_positions, longest)
-        return self._forward(parents, tokens, positions, visible)
+        return self._forward(parents, self.vocabulary.embed(tokens), positions, visible)
 
-    def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
+    def _forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots.
+
+        features, embeddings: [B, n, d].
+        """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
 
         if self.graph is not None:
             assert isinstance(self.cache, BlockCache)
-            inputs = (features.float(), self.vocabulary.embed(tokens).float(), positions)
+            inputs = (features.float(), embeddings.float(), positions)
             return self.graph(inputs, [visible], self.cache)
         dtype = self.head.fc.weight.dtype
-        return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
+        return self.head(features.to(dtype), embeddings.to(dtype), positions, attend)
 
 
 def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network:
@@ -242,12 +256,13 @@ def require_float32(dtype: torch.dtype, runtime: OpenVINO) -> None:
 
 
 def new_pairs(seen: Seen, cache: KVCache, first: bool) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Return the pairs of text that is new to a cache: features, the tokens that follow them, and counts.
+    """Return the pairs of text that is new to a cache: features, the ids that follow them, and counts.
 
     Every token is in a pair with the feature before it, but for a text's first one, which has none. A text of
     one token gets a pair of a zero feature and that token all the same. first: see Predictor.commit.
     """
-    features, tokens, counts = seen.features, seen.tokens, seen.counts
+    features, counts = seen.features, seen.counts
+    tokens = seen.tokens if seen.ids is None else seen.ids
     assert features is not None
     goes_on = not first or any(cache.row_lengths)
     if goes_on or tokens.shape[1] == 1:

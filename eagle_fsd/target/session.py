@@ -82,6 +82,10 @@ class TargetSession:
         return self.target.vocab_size
 
     @property
+    def media(self) -> MediaTable:
+        return self.target.media
+
+    @property
     def cache_bytes(self) -> int:
         """The bytes that keys and values have been given, used or not."""
         return self.cache.nbytes
@@ -105,10 +109,6 @@ class TargetSession:
             parts.append(self._run(chunk, slots, visible, slot_positions)[1])
         self.cache.advance(lengths)
         return torch.cat(parts, dim=1)
-
-    def words(self, tokens: Tensor) -> Tensor:
-        """Return tokens [...] as drafters know them: with placeholders where images and sounds are."""
-        return self.target.media.words(tokens)
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the target's logits [B, n, V] float32 of features [B, n, d]."""

@@ -498,7 +498,7 @@ def test_what_is_padding_in_all_rows_of_a_step_is_read_only_for_few_shapes(
     found = list[tuple[int, int]]()
     commit = drafter.predictor.commit_pairs
 
-    def count(features: Tensor, tokens: Tensor, counts: list[int], first: bool) -> Tensor:
+    def count(features: Tensor, tokens: Tensor, counts: list[int], first: bool, media: object) -> Tensor:
         found.append((features.shape[1], tokens.shape[1]))
         return commit(features, tokens, counts, first)
 

@@ -164,7 +164,12 @@ def test_trap_03_scores_in_float32() -> None:
 
 
 def commit_with_drafted(
-    predictor: EaglePredictor, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
+    predictor: EaglePredictor,
+    features: Tensor,
+    tokens: Tensor,
+    counts: Sequence[int],
+    first: bool = False,
+    media: object = None,
 ) -> Tensor:
     """Commit drafted features: only the last accepted token has its true feature."""
     if first:  # a prompt has true features only
@@ -199,6 +204,7 @@ def test_trap_05_head_cache_from_true_features(monkeypatch: pytest.MonkeyPatch) 
             tokens: Tensor,
             counts: Sequence[int],
             first: bool = False,
+            media: object = None,
         ) -> Tensor:
             seen.append((features, tokens, list(counts)))
             return RIGHT_COMMIT(predictor, features, tokens, counts, first)

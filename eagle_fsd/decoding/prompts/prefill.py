@@ -8,6 +8,7 @@ Shapes: B rows, L tokens of the longest prompt, d the width of a feature.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, draft
     counts = [length - 1 for length in lengths]
     features = read_prompts(tokens[:, :-1], counts, target)
     lists = list_next_tokens(target, features, counts, drafter.needs)
-    drafter.begin(Seen(target.words(tokens), lengths, features_before(features, drafter), lists))
+    drafter.begin(seen_by(drafter, target, tokens, lengths, features_before(features, drafter), lists))
     last = on_device(counts, tokens.device)[:, None]
     return tokens.gather(1, last)[:, 0]
 
@@ -114,13 +115,27 @@ class PromptReader:
         if not self.left:
             known = torch.cat(self._features, dim=1)
             lists = list_next_tokens(self.target, known, [known.shape[1]], self.drafter.needs)
-        words = self.target.words(tokens)
-        seen = Seen(words, [tokens.shape[1]], before if self.drafter.needs.features else None, lists)
+        seen = seen_by(self.drafter, self.target, tokens, [tokens.shape[1]], before, lists)
         if self._begun and isinstance(self.drafter, Resumable):
             self.drafter.read_on(seen)
         else:
             self.drafter.begin(seen)
         self._begun = True
+
+
+def seen_by(
+    drafter: Drafter,
+    target: TargetSession,
+    ids: Tensor,
+    counts: Sequence[int],
+    before: Tensor | None,
+    lists: NextTokens | None,
+) -> Seen:
+    """Return parts of prompts [B, P] as a drafter is shown them. before: the features before the tokens."""
+    words = target.media.words(ids)
+    features = before if drafter.needs.features else None
+    seen = Seen(words, counts, features, lists)
+    return seen if words is ids else replace(seen, ids=ids, media=target.media)
 
 
 def features_before(features: Tensor, drafter: Drafter) -> Tensor | None:

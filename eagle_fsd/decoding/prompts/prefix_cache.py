@@ -55,7 +55,7 @@ class KeptText:
         """Let row 0 hold the first `start` tokens of a prompt [1, L], and return a reader of the others."""
         session.load_row(0, self.target, start - 1)
         if self.drafter is not None and isinstance(drafter, Resumable):
-            drafter.load_row(0, self.drafter, session.words(tokens[0, :start]).tolist())
+            drafter.load_row(0, self.drafter, session.media.words(tokens[0, :start]).tolist())
         return PromptReader(tokens, session, drafter, start)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import within_training, within_window
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
-from eagle_fsd.drafting.drafter import Needs, Seen
+from eagle_fsd.drafting.drafter import Embedder, Needs, Seen
 from eagle_fsd.drafting.eagle3.graph import Eagle3Graph
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import (
@@ -144,23 +145,32 @@ class Eagle3Predictor:
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Commit pairs with the target's features and return the states [B, d] at the roots."""
-        return self.commit_pairs(*new_pairs(seen, self.cache, first), first)
+        return self.commit_pairs(*new_pairs(seen, self.cache, first), first, seen.media)
 
     def commit_pairs(
-        self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        counts: Sequence[int],
+        first: bool = False,
+        media: Embedder | None = None,
     ) -> Tensor:
         """Commit the first counts[row] pairs of features and tokens; see EaglePredictor.commit_pairs."""
         # Prompts have any length, so a recording for one would hardly ever be replayed.
-        read = self._read_pairs if first else self._read
+        read = partial(self._read_pairs, media=media) if first else self._read
         return commit_in_chunks(self.cache, read, (features, tokens), counts, first)
 
-    def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
+    def _read_pairs(
+        self, features: Tensor, tokens: Tensor, start: int, media: Embedder | None = None
+    ) -> Tensor:
         """Return the states [B, q, d] at pairs [B, q], `start` slots past the committed ones."""
         # Pair j is in slot j, at position j.
         slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
         fc = None if self.graph is None else self.graph.fc
         states = self.head.project(features.to(self.head.dtype), fc)
-        return self.forward(states, tokens, slots, visible, slot_positions)
+        embed = self.vocabulary.embed
+        embeddings = embed(tokens) if media is None else media.embed(tokens, embed)
+        return self.forward(states, embeddings, slots, visible, slot_positions)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1 from states [..., d]."""
@@ -170,12 +180,16 @@ class Eagle3Predictor:
         """Read a level of pairs: drafted tokens [B, K] with the states at their parents."""
         # The root's pair is committed at position L - 1, so its children, level 1, are at position L.
         positions, slot_positions = level_positions(self.cache, tokens, level)
-        return self.forward(parents.to(self.head.dtype), tokens, positions, visible, slot_positions)
+        embeddings = self.vocabulary.embed(tokens)
+        return self.forward(parents.to(self.head.dtype), embeddings, positions, visible, slot_positions)
 
     def forward(
-        self, states: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor
+        self, states: Tensor, embeddings: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor
     ) -> Tensor:
-        """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
+        """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots.
+
+        states, embeddings: [B, n, d].
+        """
         windows = self.head.config.windows
         visible = within_training(visible, positions, slot_positions, self.head.config.longest_trained)
         masks = {
@@ -187,7 +201,7 @@ class Eagle3Predictor:
             mask = masks[windows[number]][:, None]
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=number), mask)
 
-        embeddings = self.vocabulary.embed(tokens).to(states.device, states.dtype)
+        embeddings = embeddings.to(states.device, states.dtype)
         if self.graph is not None:
             assert isinstance(self.cache, BlockCache)
             in_order = [masks[window] for window in self.graph.windows]

@@ -158,10 +158,7 @@ class MediaTable:
 
     def words(self, tokens: Tensor) -> Tensor:
         """Return tokens [...] as a processor writes them: with a placeholder in each place of a medium."""
-        for one, where in self.among(tokens):
-            words = one.words.to(tokens.device)
-            tokens = torch.where(where, words[(tokens - one.first).clamp(0, len(words) - 1)], tokens)
-        return tokens
+        return with_placeholders(tokens, self.among(tokens))
 
     def words_of(self, prompt: Sequence[int]) -> Sequence[int]:
         """Return a prompt's tokens as a processor writes them; see `words`.
@@ -198,13 +195,29 @@ class MediaTable:
             return {**inputs, "position_ids": self._positions(tokens, found, positions, cache)}
         return {"position_ids": positions + cache.shifts[:, None]}
 
+    def embed(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the embeddings of tokens [...], media among them, as a head reads them.
+
+        embed: embeds text; media have its width, or their placeholders stand for them.
+        """
+        return self._merged(tokens, self.among(tokens), embed)
+
+    def _merged(self, tokens: Tensor, found: Places, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the embeddings of tokens [...], among which these media were found."""
+        embedded = embed(with_placeholders(tokens, found))
+        found = [pair for pair in found if pair[0].embeddings.shape[-1] == embedded.shape[-1]]
+        embedded = embedded.clone() if found else embedded
+        for one, where in found:
+            places = (tokens[where] - one.first).to(one.embeddings.device)
+            embedded[where.to(embedded.device)] = one.embeddings[places].to(embedded)
+        return embedded
+
     def _embedded(self, tokens: Tensor, found: Places, embed: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return the embeddings of tokens [B, q], media among them, and what is added behind first layers."""
-        embedded = embed(self.words(tokens)).clone()
+        embedded = self._merged(tokens, found, embed)
         by_layer: list[Tensor] = []
         for one, where in found:
             at, places = where.to(embedded.device), (tokens[where] - one.first).to(one.embeddings.device)
-            embedded[at] = one.embeddings[places].to(embedded)
             for number, part in enumerate(one.by_layer):
                 by_layer += [torch.zeros_like(embedded)] if len(by_layer) == number else []
                 by_layer[number][at] = part[places].to(embedded)
@@ -232,3 +245,11 @@ class MediaTable:
             cache.note_shift(row, int(slots[row, place]) + 1, int(before[row, place] + turns[row, place]))
         positions = slots + before
         return positions if offsets is None else positions + offsets.permute(2, 0, 1)
+
+
+def with_placeholders(tokens: Tensor, found: Places) -> Tensor:
+    """Return tokens [...] with a placeholder in each place of the media that were found among them."""
+    for one, where in found:
+        words = one.words.to(tokens.device)
+        tokens = torch.where(where, words[(tokens - one.first).clamp(0, len(words) - 1)], tokens)
+    return tokens

@@ -144,7 +144,7 @@ class HeadAdapter:
         """Take in a finished text: its prompt's token ids and those that were generated.
 
         More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped. One with images or
-        sound is left out, for drafts do not see them. Raises ValueError for anything but the target's token
+        sound is left out. Raises ValueError for anything but the target's token
         ids, and for a prompt of none.
         """
         target = self.engine.target
