@@ -120,7 +120,12 @@ class Prompts:
 def limits_of(
     target: TargetModel, rows: Sequence[Sequence[int]], max_new_tokens: int, name: str
 ) -> list[int]:
-    """Return the most new tokens of each prompt. name: what an error calls one, with {} for its number."""
+    """Return the most new tokens of each prompt. name: what an error calls one, with {} for its number.
+
+    Raises ValueError for one that fills the whole context, or has parts of images.
+    """
+    for number, row in enumerate(rows):
+        target.media.require_whole(row, name.format(number))
     return [
         min(max_new_tokens, remaining_positions(target, name.format(number), len(row)))
         for number, row in enumerate(rows)
@@ -231,7 +236,8 @@ class Text:
     _processor: TextProcessor | None = None
 
     def see(self, table: MediaTable) -> None:
-        """Hold the images and sounds of the prompt. Raises ValueError for one that is not kept any more."""
+        """Hold the images and sounds of the prompt. Raises ValueError unless they are whole and kept."""
+        table.require_whole(self.prompt, f"prompt {self.number}")
         self.media, self.words = table.of_prompt(self.prompt), table.words_of(self.prompt)
 
     @property

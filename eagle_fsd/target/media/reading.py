@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from eagle_fsd.target.admission.reasons import FORWARD_ERRORS
 from eagle_fsd.target.admission.small_tree import difference_of_logits, tolerance
 from eagle_fsd.target.architecture import decoder_of
 from eagle_fsd.target.hf_attention import bound_to
+from eagle_fsd.target.media.apart import AROUND, Piece, begins_of, images_of, is_several, whole_piece
 from eagle_fsd.target.media.table import AT_PLACES, BY_LAYER, Media, MediaPrompt
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -28,8 +30,16 @@ KNOWN = {
     *("use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"),
     *("mm_token_type_ids", "token_type_ids", AT_PLACES, BY_LAYER),
 }
-AROUND = ("mm_token_type_ids", "token_type_ids")  # of what towers are given, what tells of the text as well
 REMEDY = "leave images and sound out, or use another target"
+Found = tuple[Tensor, Media]  # media, and their places [1, L] in a prompt
+
+
+@dataclass(frozen=True)
+class Made:
+    """What towers made of a piece. places: [1, L] bool. fields: of Media, in order, without its first id."""
+
+    places: Tensor
+    fields: tuple[Any, ...]
 
 
 @torch.inference_mode()
@@ -37,25 +47,49 @@ def read_media(target: TargetModel, inputs: Mapping[str, Any]) -> list[int]:
     """Return the token ids of a prompt with images or sound, which the target's towers read now.
 
     inputs: what the model's processor made of one chat: input_ids [1, L], and pixel_values and such. The ids
-    in the places of images are beyond the vocabulary. The first prompt is read whole as well, as a test.
-    Raises ValueError if the target cannot read them.
+    in the places of images are beyond the vocabulary. Where the model reads each image by itself, an image
+    has the same ones in every prompt. The first prompt with one image and the first with several are read
+    whole as well, as a test. Raises ValueError if the target cannot read them.
     """
     require_towers(target)
     tokens, given = split_inputs(target, inputs)
-    digest, where = digest_given(target, given), target.media.placeholders(tokens)
-    if target.media.admitted and (found := target.media.find(key_of(digest, tokens, where))):
-        return numbered(tokens, where, found)
-    seen, logits = run_towers(target, tokens, given)
-    where = (seen["inputs_embeds"] != own_embeddings(target, tokens)).any(-1).cpu()
-    if not bool(where.any()):
-        raise ValueError("the inputs have no place for an image or a sound: generate from their input_ids")
-    media = media_of(target, tokens, where, seen)
-    found = target.media.add(key_of(digest, tokens, where), *media)
-    ids = numbered(tokens, where, found)
-    if logits is not None:
-        check_reading(target, ids, logits)
-        target.media.admitted = True
+    table = target.media
+    piece = whole_piece(tokens, given, table.placeholders(tokens))
+    if is_several(piece.places) not in table.admitted:
+        return read_first(target, piece)
+    found = one_by_one(target, piece) if table.apart else []
+    return numbered(tokens, found or [find_piece(target, piece) or add_piece(target, piece)])
+
+
+def read_first(target: TargetModel, piece: Piece) -> list[int]:
+    """Return the ids of a prompt of a kind that was not tested yet, and test it.
+
+    If it has several images, they are also read one by one, to find out whether that is the same.
+    """
+    table = target.media
+    whole, logits = made_of(target, piece, to_the_end=True)
+    assert logits is not None
+    found: list[Found] = []
+    if is_several(whole.places) and table.apart is not False:
+        found = one_by_one(target, replace(piece, places=whole.places))
+        table.apart = is_same(target, whole, found) if found else table.apart
+    if not table.apart or not found:
+        found = [add_piece(target, piece, whole)]
+    ids = numbered(piece.tokens, found)
+    check_reading(target, ids, logits)
+    table.admitted.add(is_several(whole.places))
     return ids
+
+
+def one_by_one(target: TargetModel, piece: Piece) -> list[Found]:
+    """Return the images of a prompt, each read by itself; none if they cannot be taken apart."""
+    pieces = images_of(piece.tokens, piece.given, piece.places)
+    if len(pieces) == 1:
+        return []
+    try:
+        return [find_piece(target, one) or add_piece(target, one) for one in pieces]
+    except ValueError:  # if it is about the images themselves, they will not be read together either
+        return []
 
 
 def require_towers(target: TargetModel) -> None:
@@ -99,34 +133,72 @@ def digest_given(target: TargetModel, given: Mapping[str, Any]) -> str:
     return digest_tensors((said, *(tensors[name] for name in sorted(tensors))))
 
 
-def key_of(digest: str, tokens: Tensor, where: Tensor) -> str:
-    """Return the key of media in these places [1, L] among tokens. The text around them may be any.
+def key_of(target: TargetModel, piece: Piece, places: Tensor) -> str:
+    """Return the key of media in these places [1, L] of a piece. The text around them may be any.
 
-    digest: see digest_given. Positions depend on which places follow one another.
+    Positions depend on which places follow one another.
     """
-    begins = where & ~where.roll(1)
-    begins[:, 0] = where[:, 0]
-    return f"{digest} {digest_tensors((tokens[where], begins[where]))}"
+    words = digest_tensors((piece.tokens[places], begins_of(places)[places]))
+    return f"{digest_given(target, piece.given)} {words}"
+
+
+def find_piece(target: TargetModel, piece: Piece) -> Found | None:
+    """Return the media of a piece if they were read before: their places in the prompt, and they."""
+    media = target.media.find(key_of(target, piece, piece.places))
+    return None if media is None else (piece.in_prompt(piece.places), media)
+
+
+def add_piece(target: TargetModel, piece: Piece, made: Made | None = None) -> Found:
+    """Return the media of a piece, which are kept from now on. made: of them; None: towers read them."""
+    made = made_of(target, piece)[0] if made is None else made
+    media = target.media.add(key_of(target, piece, made.places), *made.fields)
+    return piece.in_prompt(made.places), media
+
+
+def made_of(target: TargetModel, piece: Piece, to_the_end: bool = False) -> tuple[Made, Tensor | None]:
+    """Return what towers make of a piece, and the prompt's last logits [1, V] if it is read to the end."""
+    seen, logits = run_towers(target, piece.tokens, piece.given, to_the_end)
+    places = (seen["inputs_embeds"] != own_embeddings(target, piece.tokens)).any(-1).cpu()
+    if not bool(places.any()):
+        raise ValueError("the inputs have no place for an image or a sound: generate from their input_ids")
+    return Made(places, media_of(target, piece.tokens, places, seen)), logits
+
+
+def is_same(target: TargetModel, whole: Made, found: Sequence[Found]) -> bool:
+    """Return whether images that were read one by one are as those that were read together."""
+    parts = [media for _, media in found]
+    places = sum((where.int() for where, _ in found), torch.zeros_like(whole.places, dtype=torch.int32))
+    if not torch.equal(places, whole.places.int()):
+        return False
+    words, embeddings, offsets, turns, layers = whole.fields
+    exact = [(words, [one.words for one in parts]), (offsets, [one.offsets for one in parts])]
+    exact += [(turns, [one.turns for one in parts])]
+    close = [(embeddings, [one.embeddings for one in parts])]
+    close += [(layer, [one.by_layer[at] for one in parts]) for at, layer in enumerate(layers)]
+    limit = tolerance(target) / 4  # batches of several images are rounded otherwise
+    return all(torch.equal(one, torch.cat(own)) for one, own in exact) and all(
+        bool((one - torch.cat(own)).norm() <= limit * one.norm()) for one, own in close
+    )
 
 
 def run_towers(
-    target: TargetModel, tokens: Tensor, given: Mapping[str, Any]
+    target: TargetModel, tokens: Tensor, given: Mapping[str, Any], to_the_end: bool
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Run the whole model up to its decoder, and return what that is given.
 
-    Until a prompt with media passed the test it is run to its end, and its last logits [1, V] are returned.
+    to_the_end: run all of it, and return its last logits [1, V] too.
     """
     decoder = shallow(decoder_of(target.model))
     model = with_part(target.model, decoder_of(target.model), decoder)
-    forward, seen, admitted = decoder.forward, dict[str, Any](), target.media.admitted
+    forward, seen = decoder.forward, dict[str, Any]()
 
     def note(*args: Any, **inputs: Any) -> Any:
         seen.update(inputs)
         if args:
             raise TypeError("its decoder is called by place")
-        if admitted:
-            raise Reached
-        return forward(**inputs)
+        if to_the_end:
+            return forward(**inputs)
+        raise Reached
 
     vars(decoder)["forward"] = note
     device = target.input_device
@@ -226,10 +298,11 @@ def sees_ahead(mask: Any) -> bool:
     return bool(seen.triu(1).any())
 
 
-def numbered(tokens: Tensor, where: Tensor, media: Media) -> list[int]:
+def numbered(tokens: Tensor, found: Sequence[Found]) -> list[int]:
     """Return tokens [1, L] with the ids of the places of media where they are."""
-    ids: list[int] = tokens.masked_scatter(where, torch.arange(media.first, media.end))[0].tolist()
-    return MediaPrompt(ids, media)
+    for where, media in found:
+        tokens = tokens.masked_scatter(where, torch.arange(media.first, media.end))
+    return MediaPrompt(tokens[0].tolist(), [media for _, media in found])
 
 
 def own_embeddings(target: TargetModel, tokens: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Media:
 class MediaPrompt(list[int]):
     """The token ids of a prompt. Its media stay as long as it does. Copies are plain lists."""
 
-    def __init__(self, ids: Iterable[int], media: Media) -> None:
+    def __init__(self, ids: Iterable[int], media: Sequence[Media]) -> None:
         super().__init__(ids)
         self.media = media
 
@@ -65,13 +65,15 @@ class MediaTable:
 
     vocab_size: the first id of a place; none is given twice. by_axes: whether positions behind an image are
     not those of slots, as in Qwen2-VL and others after it. limit: the bytes that embeddings may take; the
-    least recently used go first, but stay as long as somebody holds them. admitted: whether a prompt with
-    media was read right.
+    least recently used go first, but stay as long as somebody holds them. admitted: of which kinds prompts
+    with media were read right: with one image (False), with several (True). apart: whether the model reads
+    each image by itself; None: that is not known yet.
     """
 
     def __init__(self, vocab_size: int, by_axes: bool = False, limit: int = LIMIT) -> None:
         self.vocab_size, self.by_axes, self.limit = vocab_size, by_axes, limit
-        self.admitted = False
+        self.admitted: set[bool] = set()
+        self.apart: bool | None = None
         self._next = vocab_size
         self._kept: OrderedDict[str, Media] = OrderedDict()
         self._found: WeakValueDictionary[str, Media] = WeakValueDictionary()  # those that others hold as well
@@ -161,19 +163,32 @@ class MediaTable:
         return with_placeholders(tokens, self.among(tokens))
 
     def words_of(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Return a prompt's tokens as a processor writes them; see `words`.
-
-        Raises ValueError if it ends with a place: the first forward over a tree reads a prompt's last token.
-        """
+        """Return a prompt's tokens as a processor writes them; see `words`."""
         if self._next == self.vocab_size:
             return prompt
-        if prompt and prompt[-1] >= self.vocab_size:
-            raise ValueError(
-                "a prompt ends with an image or a sound: its last token must be one of text; let words "
-                "follow, such as what a chat template writes before an answer"
-            )
         words: list[int] = self.words(torch.tensor(prompt, device="cpu")).tolist()
         return words
+
+    def require_whole(self, prompt: Sequence[int], name: str) -> None:
+        """Raise ValueError unless a prompt's images and sounds are whole and kept, and text ends it.
+
+        name: what an error calls the prompt. The first forward over a tree reads a prompt's last token.
+        """
+        if self._next == self.vocab_size or max(prompt, default=0) < self.vocab_size:
+            return
+        ids = torch.tensor(prompt, device="cpu")
+        for one, where in self.among(ids):
+            places, count = ids[where], len(one.words)
+            if not torch.equal(places, torch.arange(one.first, one.end).repeat(-(-len(places) // count))):
+                raise ValueError(
+                    f"{name} has {len(places)} places of an image or a sound that takes {count}: all must be "
+                    "there, in order, and so must images that were read together; call read_chat for it"
+                )
+        if prompt[-1] >= self.vocab_size:
+            raise ValueError(
+                f"{name} ends with an image or a sound: its last token must be one of text; let words "
+                "follow, such as what a chat template writes before an answer"
+            )
 
     def arguments(
         self,
