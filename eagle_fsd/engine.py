@@ -38,7 +38,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.pair import load_pair
-from eagle_fsd.hub.media.processor import has_media, process_chat
+from eagle_fsd.hub.media.processor import has_media, process_chat, require_processor, split_arguments
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.media.reading import read_media
 from eagle_fsd.target.model import TargetModel
@@ -256,12 +256,15 @@ class EagleFSD:
 
         messages: {"role", "content"}. A content is a text or a list of parts, as the model's processor takes
         them: {"type": "text", "text": "What is this?"}, {"type": "image", "image": "cat.png"}. template:
-        arguments of the chat template. In the places of images the ids are beyond the vocabulary; `generate`
-        and the others take them. A head sees the images as the target does, other drafts see placeholders.
+        arguments of the chat template, and beside images of the processor, such as max_pixels. In the places
+        of images the ids are beyond the vocabulary; `generate` and the others take them. A head sees the
+        images as the target does, other drafts see placeholders.
         """
         if not has_media(messages):
             return encode_chat(self.tokenizer, messages, template)[0].tolist()
-        return read_media(self.target, process_chat(self.processor, messages, template))
+        processor = require_processor(self.processor)
+        inputs = process_chat(processor, messages, *split_arguments(processor, template))
+        return read_media(self.target, inputs)
 
     def target_alone(
         self,

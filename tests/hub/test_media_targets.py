@@ -194,3 +194,19 @@ def test_images_that_cannot_be_asked_about(
 ) -> None:
     assert main([*flags, "What is this?"]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_chat_takes_arguments_of_the_template_and_of_the_processor(llava: Path, picture: Path) -> None:
+    engine = EagleFSD.from_pretrained(llava, "none", device="cpu")
+    chat = asking(str(picture))
+    usual, moody = engine.read_chat(chat), engine.read_chat(chat, mood="gay")
+    assert engine.tokenizer.decode(engine.target.media.words_of(moody)).count("gay") == 1
+    assert {one for one in usual if one >= 96} == {one for one in moody if one >= 96}
+    dark = engine.read_chat(chat, mood="gay", rescale_factor=1e-4)
+    assert engine.target.media.words_of(dark) == engine.target.media.words_of(moody)
+    assert not {one for one in dark if one >= 96} & {one for one in moody if one >= 96}
+    for name, near in (("rescale_facter", "'rescale_factor' may be meant"), ("images", ""), ("tokenize", "")):
+        with pytest.raises(ValueError, match=f"{name} is no argument of the target's chat") as caught:
+            engine.read_chat(chat, **{name: 1})
+        assert near in str(caught.value) and "\n" not in str(caught.value)
+    assert engine.read_chat([{"role": "user", "content": "Hi"}], unread=1)  # as templates of text take it

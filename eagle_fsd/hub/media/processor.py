@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.text.chat import ChatRefused
 
 TEXT = "text"  # the type of a part of a message that is no image and no sound
+PARTS = ("image_processor", "video_processor", "feature_extractor")  # of a processor
+GIVEN = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
 
 
 @dataclass(frozen=True)
@@ -91,16 +95,44 @@ def variables_of(template: str) -> frozenset[str]:
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
 
+def settings_of(processor: Any) -> frozenset[str]:
+    """Return the names of what can be said of how a processor makes arrays of images and sound."""
+    parts = (getattr(processor, name, None) for name in PARTS)
+    known = (getattr(getattr(part, "valid_kwargs", None), "__annotations__", {}) for part in parts)
+    return frozenset().union(*known) - GIVEN.keys()
+
+
+def split_arguments(processor: Any, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return which arguments are the chat template's, and which are the processor's own.
+
+    Raises ValueError for one that neither knows.
+    """
+    template, settings = variables_of(own_template(processor)), settings_of(processor)
+    for name in arguments:
+        if name not in template | settings:
+            near = get_close_matches(name, sorted(template | settings), 1)
+            known = f"{near[0]!r} may be meant" if near else "max_pixels is one of some processors"
+            raise ValueError(
+                f"{name} is no argument of the target's chat template or of its processor: it must be one "
+                f"that they read; {known}, or leave it out"
+            )
+    ours = {name: value for name, value in arguments.items() if name in template}
+    return ours, {name: value for name, value in arguments.items() if name not in template}
+
+
 def process_chat(
-    processor: Any, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None = None
+    processor: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
     """Return what a processor makes of a chat that waits for its answer: input_ids, pixel_values and such.
 
-    processor: transformers', or a ProcessorSource. messages, template: see EagleFSD.read_chat. Raises
-    ValueError without a processor, and ChatRefused for what it does not take.
+    processor: transformers', or a ProcessorSource. messages: see EagleFSD.read_chat. template: arguments of
+    the chat template; it need not read them. settings: see `settings_of`. Raises ValueError without a
+    processor, and ChatRefused for what it does not take.
     """
     processor = require_processor(processor)
-    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     try:
         turns = [
             {**message, "content": [{"type": TEXT, "text": content}]}
@@ -110,7 +142,10 @@ def process_chat(
         ]
         known = variables_of(own_template(processor))
         read = {name: value for name, value in (template or {}).items() if name in known}
-        made: Mapping[str, Any] = processor.apply_chat_template(turns, **{**read, **given})
+        own = dict(settings or {})
+        if "processor_kwargs" in inspect.signature(processor.apply_chat_template).parameters:
+            own = {"processor_kwargs": own}  # of later releases of transformers
+        made: Mapping[str, Any] = processor.apply_chat_template(turns, **{**own, **read, **GIVEN})
     except Exception as error:  # what reads images, from files or by the net, has errors with no common base
         raise ChatRefused(
             f"the target's processor does not take this chat ({one_line(error, 200)})",
