@@ -21,7 +21,14 @@ from eagle_fsd.cli.arguments import check_early, generation_options
 from eagle_fsd.cli.flags.model import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.flags.parser import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.flags.processing import with_bad_words
-from eagle_fsd.cli.flags.server import KEY_VARIABLE, add_server_flags, api_key, check_server_flags
+from eagle_fsd.cli.flags.server import (
+    KEY_VARIABLE,
+    MOST_BYTES,
+    MOST_WITH_IMAGES,
+    add_server_flags,
+    api_key,
+    check_server_flags,
+)
 from eagle_fsd.cli.mistakes import UserError, raise_user_errors, report_mistake
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.cli.start import begin_early, end_program, load_model, measure_later
@@ -104,9 +111,11 @@ def make_settings(
     from eagle_fsd.hub.resolve import shown_name
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
+    from eagle_fsd.target.media.reading import has_towers
 
     key = api_key(args)
     tree = settle_tree(model, options)
+    sees = model.processor is not None and has_towers(model.target)
     adapter = make_adapter(args, model)
     return Settings(
         name=args.served_model_name or Path(shown_name(model.base_model)).name,
@@ -116,7 +125,7 @@ def make_settings(
             max_rows=args.max_rows,
             max_queue=args.max_queue,
             max_prompt_tokens=args.max_prompt_tokens,
-            max_body=args.max_body,
+            max_body=args.max_body or (MOST_WITH_IMAGES if sees else MOST_BYTES),
             request_timeout=args.request_timeout,
             cache_tokens=args.cache_tokens,
             prefix_tokens=args.prefix_tokens,

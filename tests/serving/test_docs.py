@@ -23,6 +23,7 @@ from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
 from eagle_fsd import Fuzzy, serve
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import server
+from eagle_fsd.cli.flags.server import MOST_BYTES
 from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
@@ -46,7 +47,9 @@ def test_the_servers_commands_parse() -> None:
 
 def test_the_flags_defaults_are_those_of_the_limits() -> None:
     args = serve.build_parser().parse_args([])
-    assert {one.name: getattr(args, one.name) for one in fields(Limits)} == asdict(Limits())
+    flags = {one.name: getattr(args, one.name) for one in fields(Limits)}
+    assert {**flags, "max_body": MOST_BYTES} == asdict(Limits())
+    assert args.max_body is None  # it follows the target
 
 
 def test_the_requests_are_answered() -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from support.serving import running, settings
 from support.tiny_engine import CHAT, TREE, tiny_engine
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.hub.media.processor import ProcessorSource, process_chat
+from eagle_fsd.serve import build_parser, make_settings
 from eagle_fsd.serving import prompts
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
@@ -475,3 +477,14 @@ def test_programs_are_told_of_the_parts(client: TestClient) -> None:
         assert [one["$ref"].rpartition("/")[2] for one in found] == of
     kinds = parts["ImagePart"]["properties"]["image_url"]["anyOf"]
     assert kinds[0] == {"type": "string"} and kinds[1]["$ref"].endswith("/ImageUrl")
+
+
+@pytest.mark.parametrize(
+    ("engine", "argv", "most"),
+    [(media_engine, [], 20 * 2**20), (tiny_engine, [], 2**20), (media_engine, ["--max-body=4096"], 4096)],
+)
+def test_a_body_may_be_larger_where_the_target_reads_images(
+    engine: Callable[[], EagleFSD], argv: list[str], most: int
+) -> None:
+    args = build_parser().parse_args(["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", *argv])
+    assert make_settings(args, engine(), generation_options(args)).limits.max_body == most

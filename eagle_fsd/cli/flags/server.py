@@ -9,6 +9,7 @@ import re
 from eagle_fsd.cli.flags.parser import add_prefix_flag, check_prefix_flag
 from eagle_fsd.core.checks import require_integer, require_number
 
+MOST_BYTES, MOST_WITH_IMAGES = 2**20, 20 * 2**20  # of a request; a photograph takes some millions
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null|\*")  # as browsers send it; null: a page from a file
 
@@ -49,7 +50,10 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--max-prompt-tokens", type=int, metavar="N", help="of one prompt (default: what the target holds)"
     )
     group.add_argument(
-        "--max-body", type=int, default=2**20, metavar="BYTES", help="of one request (default: 1048576)"
+        "--max-body",
+        type=int,
+        metavar="BYTES",
+        help=f"of one request (default: {MOST_BYTES}, or {MOST_WITH_IMAGES} where the target reads images)",
     )
     group.add_argument(
         "--cache-tokens",
@@ -85,7 +89,8 @@ def check_server_flags(args: argparse.Namespace) -> None:
     if args.max_prompt_tokens is not None:
         require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
     check_prefix_flag(args)
-    require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
+    if args.max_body is not None:
+        require_integer("--max-body", args.max_body, 1024, f"{MOST_BYTES} is usual")
     require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
     if args.cache_tokens is not None:  # a request that sets no limit must fit
         remedy = "drop it for no limit, or lower --max-new-tokens"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_IMAGES = 32  # of one request
-MOST_PIXELS = 2**26  # of all of them: a body of a megabyte can hold a thousand times as many bytes of pixels
+MOST_PIXELS = 2**26  # of all of them: a body can hold a thousand times as many bytes of pixels
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # those of OpenAI's API; others have decoders that few look after
 HEAD = re.compile(r"data:image/[\w.+-]{1,64};base64,", re.IGNORECASE)
 LONGEST_HEAD = 100

@@ -102,6 +102,14 @@ def require_towers(target: TargetModel) -> None:
         )
 
 
+def has_towers(target: TargetModel) -> bool:
+    """Return whether a target may read images where it is computed. Only its first prompt with one tells."""
+    if target.graphs is not None or target.ranks.several:
+        return False
+    parts = (target.model, getattr(target.model, "model", None))
+    return any(hasattr(part, "get_image_features") for part in parts)
+
+
 def split_inputs(target: TargetModel, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Return the token ids [1, L] of a processor's output, and all that it holds of images and sound."""
     if "input_ids" not in inputs:
