@@ -38,7 +38,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.loading.pair import load_pair
-from eagle_fsd.hub.media.processor import has_media, process_chat, require_processor, split_arguments
+from eagle_fsd.hub.media.processor import has_media, prepare_chat
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.media.reading import read_media
 from eagle_fsd.target.model import TargetModel
@@ -262,15 +262,15 @@ class EagleFSD:
         """
         if not has_media(messages):
             return encode_chat(self.tokenizer, messages, template)[0].tolist()
-        processor = require_processor(self.processor)
-        inputs = process_chat(processor, messages, *split_arguments(processor, template))
-        return read_media(self.target, inputs)
+        return read_media(self.target, prepare_chat(self.processor, messages, template))
 
     def target_alone(
         self,
         input_ids: Rows,
         attention_mask: Rows | None = None,
         options: GenerationOptions | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> GenerationOutput:
         """Run the baseline: the same prompts through the target's own Hugging Face `generate`.
@@ -278,11 +278,11 @@ class EagleFSD:
         options, keywords: as for `generate`, but seed is one number, end tokens are the model's own, and
         rule, tree and prompt_cache have no effect. Random numbers are Hugging Face's, so sampled texts have
         the same distribution but not the same tokens. Stats count one step per token. All rows end where the
-        longest prompt's positions do.
+        longest prompt's positions do. inputs: what a processor made of one chat with images, input_ids too.
         """
         input_ids = as_ids(input_ids)
         settled = settle_batch(options, keywords, self.target, input_ids, attention_mask)
-        return run_alone(self.target, input_ids, *settled, self.pad_token_id)
+        return run_alone(self.target, input_ids, *settled, self.pad_token_id, inputs)
 
     def choose_tree(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -72,10 +72,11 @@ def answer_prompt(
     options: GenerationOptions,
     out: TextIO,
     adapter: HeadAdapter | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Run one prompt [1, L] and write its text to `out` as it is made, unless --json is given.
 
-    adapter: is shown the answer.
+    adapter: is shown the answer. inputs: of a prompt with images, what the processor made of it.
     """
     from eagle_fsd.text.streamed import StreamedText
 
@@ -87,7 +88,7 @@ def answer_prompt(
         answer.seed = "/".join(map(str, options.seed[0]))
     answer.ignored_defaults = ", ".join(model.target.ignored_defaults)
     if args.baseline:
-        warm_up(model, input_ids, replace(options, tree=stream.tree))
+        warm_up(model, input_ids, replace(options, tree=stream.tree), inputs)
     written = StreamedText(model.tokenizer, options.stops, input_ids[0].tolist() if args.raw else ())
 
     def show(pieces: Sequence[tuple[str, str]]) -> None:
@@ -120,19 +121,24 @@ def answer_prompt(
         out.flush()
     if args.baseline and not answer.interrupted:
         try:
-            output = model.target_alone(input_ids, whole, for_target_alone(options))
+            alone = input_ids if inputs is None else inputs["input_ids"]
+            output = model.target_alone(alone, whole, for_target_alone(options), inputs=inputs)
             answer.baseline, answer.baseline_ids = output.stats[0], output.new_tokens[0]
         except KeyboardInterrupt:
             answer.interrupted = True
     return answer
 
 
-def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
+def warm_up(
+    model: EagleFSD, input_ids: Tensor, options: GenerationOptions, inputs: Mapping[str, Any] | None
+) -> None:
     """Run a few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
+    whole = input_ids.new_ones(input_ids.shape)
     few = replace(options, max_new_tokens=min(4, options.max_new_tokens), min_new_tokens=0)
     with raise_user_errors():
-        model.generate(input_ids, options=few)
-        model.target_alone(input_ids, options=for_target_alone(few))
+        model.generate(input_ids, whole, few)
+        alone = input_ids if inputs is None else inputs["input_ids"]
+        model.target_alone(alone, whole, for_target_alone(few), inputs=inputs)
 
 
 def for_target_alone(options: GenerationOptions) -> GenerationOptions:
@@ -160,13 +166,13 @@ def run(args: Namespace, out: TextIO) -> int:
             )
         images = open_images(args.image)
         model = load_model(args)
-        encoded = encode_prompts(model, prompts, args, images)
+        encoded, inputs = encode_prompts(model, prompts, args, images)
         options = with_bad_words(options, args, model).with_defaults(
             model.target.own_defaults, model.target.named_sampling
         )
         options.require_different_texts("--num-return-sequences")
         copies = options.num_return_sequences
-        encoded = [input_ids for input_ids in encoded for _ in range(copies)]
+        encoded, inputs = ([one for one in parts for _ in range(copies)] for parts in (encoded, inputs))
         streams = streams_of(model, options, len(encoded), args.skip * copies)
         options = replace(options, num_return_sequences=1, seed=streams)
         adapter = make_adapter(args, model)
@@ -174,7 +180,7 @@ def run(args: Namespace, out: TextIO) -> int:
         if min(args.batch_size, len(encoded)) > 1:
             code = answer_together(model, encoded, args, options, out)
         else:
-            code = answer_prompts(model, encoded, args, options, out, adapter)
+            code = answer_prompts(model, encoded, args, options, out, adapter, inputs)
         HEAD_START.end(complete=True)
         return code
     finally:
@@ -185,17 +191,22 @@ def run(args: Namespace, out: TextIO) -> int:
 
 def encode_prompts(
     model: EagleFSD, prompts: Sequence[str], args: Namespace, images: Sequence[dict[str, Any]]
-) -> list[Tensor]:
+) -> tuple[list[Tensor], list[Mapping[str, Any] | None]]:
     """Encode the prompts as [1, L] each. One that is too long is refused before any other is answered.
 
-    images: parts of a message, with which each of them begins.
+    images: parts of a message, with which each of them begins. Returns what the processor made of each as
+    well, if the target alone is to read the images too; else None.
     """
     import torch
 
     from eagle_fsd.decoding.request import remaining_positions
+    from eagle_fsd.hub.media.processor import prepare_chat
+    from eagle_fsd.target.media.reading import read_media
     from eagle_fsd.text.chat import ChatRefused, encode, system_turns
 
-    encoded, copies = [], args.num_return_sequences
+    encoded: list[Tensor] = []
+    inputs: list[Mapping[str, Any] | None] = []
+    copies = args.num_return_sequences
     for place, prompt in enumerate(prompts):
         name = prompt_of(args, place * copies, len(prompts) * copies)
         try:
@@ -204,16 +215,19 @@ def encode_prompts(
                     *system_turns(args.system),
                     {"role": "user", "content": [*images, {"type": "text", "text": prompt}]},
                 ]
-                ids = torch.tensor([model.read_chat(turns, **args.chat_template_args)], device="cpu")
+                made = prepare_chat(model.processor, turns, args.chat_template_args)
+                ids = torch.tensor([read_media(model.target, made)], device="cpu")
+                inputs.append(made if args.baseline else None)
             else:
                 ids = encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args)
+                inputs.append(None)
             encoded.append(ids)
         except ChatRefused as error:
             raise ValueError(f"{error_in(name, error)}, or continue the prompt as it is (--raw)") from error
         except ValueError as error:
             raise ValueError(error_in(name, error)) from error
         remaining_positions(model.target, name, encoded[-1].shape[1])
-    return encoded
+    return encoded, inputs
 
 
 def streams_of(
@@ -233,14 +247,19 @@ def answer_prompts(
     options: GenerationOptions,
     out: TextIO,
     adapter: HeadAdapter | None,
+    inputs: Sequence[Mapping[str, Any] | None],
 ) -> int:
-    """Answer the prompts [1, L] in turn and return the exit code. adapter: learns from the answers."""
+    """Answer the prompts [1, L] in turn and return the exit code.
+
+    adapter: learns from the answers. inputs: of each prompt, see `answer_prompt`.
+    """
     if not args.baseline:
         options = measure_later(options)
-    for number, (prompt, stream) in enumerate(zip(prompts, options.seed, strict=True), 1):
+    rows = zip(prompts, options.seed, inputs, strict=True)
+    for number, (prompt, stream, made) in enumerate(rows, 1):
         of_prompt = replace(options, seed=[stream])
         try:
-            answer = answer_prompt(model, prompt, args, of_prompt, out, adapter)
+            answer = answer_prompt(model, prompt, args, of_prompt, out, adapter, made)
         except UserError as error:
             name = prompt_of(args, number - 1, len(prompts))
             raise UserError(error_in(name, error)) from error

@@ -58,7 +58,7 @@ def require_images(args: argparse.Namespace) -> None:
     """
     if not args.image:
         return
-    for flag, given in (("--raw", args.raw), ("--baseline", args.baseline), ("--adapt", args.adapt)):
+    for flag, given in (("--raw", args.raw), ("--adapt", args.adapt)):
         if given:
             raise ValueError(f"--image with {flag}: a prompt with images has no such answer; leave one out")
     for path in args.image:

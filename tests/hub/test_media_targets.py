@@ -186,7 +186,7 @@ def test_the_command_line_takes_images(
         (["--image", "lost.png"], "--image 'lost.png' is no file: name a picture"),
         (["--image", __file__], "is no picture that can be read"),
         (["--image", __file__, "--raw"], "--image with --raw"),
-        (["--image", __file__, "--baseline"], "--image with --baseline"),
+        (["--image", __file__, "--adapt"], "--image with --adapt"),
     ],
 )
 def test_images_that_cannot_be_asked_about(
@@ -210,3 +210,24 @@ def test_a_chat_takes_arguments_of_the_template_and_of_the_processor(llava: Path
             engine.read_chat(chat, **{name: 1})
         assert near in str(caught.value) and "\n" not in str(caught.value)
     assert engine.read_chat([{"role": "user", "content": "Hi"}], unread=1)  # as templates of text take it
+
+
+def test_the_target_alone_reads_images_too(
+    llava: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = process_chat(tiny_processor(), asking(str(picture)))
+    wanted = written(tiny_media_model("llava"), dict(inputs), 16)
+    engine = EagleFSD.from_pretrained(llava, "none", device="cpu", runtime="torch")
+    alone = engine.target_alone(inputs["input_ids"], max_new_tokens=16, inputs=inputs)
+    assert alone.new_tokens == [wanted]
+    for ids, copies in ((inputs["input_ids"][:, 1:], 1), (inputs["input_ids"], 2)):
+        with pytest.raises(ValueError, match="both must be what the processor made of one chat"):
+            engine.target_alone(ids, inputs=inputs, num_return_sequences=copies, do_sample=True)
+    with pytest.raises(ValueError, match="which the target alone does not read from token ids: give inputs"):
+        engine.target_alone([engine.read_chat(asking(str(picture)))], max_new_tokens=1)
+    model = ["--base-model", str(llava), "--ea-model", "none", "--lookup", "--device", "cpu", "--baseline"]
+    rest = ["--max-new-tokens", "16", "--total-tokens", "8", "--json", "--system", "Look.", "What is this?"]
+    assert main([*model, "--image", str(picture), *rest]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["token_ids"] == wanted
+    assert answer["baseline_same_tokens"] is True

@@ -152,3 +152,14 @@ def process_chat(
             "its parts must be text, or what the model reads; change it",
         ) from error
     return made
+
+
+def prepare_chat(
+    processor: Any, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return what `process_chat` does, for arguments of template and processor alike.
+
+    Raises ValueError for one that neither knows.
+    """
+    processor = require_processor(processor)
+    return process_chat(processor, messages, *split_arguments(processor, arguments))

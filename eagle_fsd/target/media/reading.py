@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eagle_fsd.core.checks import one_line
-from eagle_fsd.core.devices import refuse_lack_of_memory
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.files.fingerprints import digest_tensors, state_of
-from eagle_fsd.target.admission.reasons import FORWARD_ERRORS
 from eagle_fsd.target.admission.small_tree import difference_of_logits, tolerance
-from eagle_fsd.target.architecture import decoder_of
-from eagle_fsd.target.hf_attention import bound_to
 from eagle_fsd.target.media.apart import AROUND, Piece, begins_of, images_of, is_several, whole_piece
 from eagle_fsd.target.media.table import AT_PLACES, BY_LAYER, Media, MediaPrompt
+from eagle_fsd.target.media.towers import on_towers, own_embeddings, run_towers
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -141,6 +136,24 @@ def digest_given(target: TargetModel, given: Mapping[str, Any]) -> str:
     return digest_tensors((said, *(tensors[name] for name in sorted(tensors))))
 
 
+def tower_inputs(
+    target: TargetModel, inputs: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return what the model's own `generate` is given beside the token ids of a prompt with images.
+
+    Raises ValueError for inputs of other prompts than this one, and where no images are read.
+    """
+    require_towers(target)
+    tokens, given = split_inputs(target, inputs)
+    if tokens.tolist() != [list(prompt) for prompt in prompts]:
+        raise ValueError(
+            f"inputs have one prompt of {tokens.shape[1]} tokens, and input_ids {len(prompts)} of "
+            f"{len(prompts[0])}: both must be what the processor made of one chat; pass its own input_ids, "
+            "with an attention_mask of ones"
+        )
+    return on_towers(target, given)
+
+
 def key_of(target: TargetModel, piece: Piece, places: Tensor) -> str:
     """Return the key of media in these places [1, L] of a piece. The text around them may be any.
 
@@ -187,78 +200,6 @@ def is_same(target: TargetModel, whole: Made, found: Sequence[Found]) -> bool:
     return all(torch.equal(one, torch.cat(own)) for one, own in exact) and all(
         bool((one - torch.cat(own)).norm() <= limit * one.norm()) for one, own in close
     )
-
-
-def run_towers(
-    target: TargetModel, tokens: Tensor, given: Mapping[str, Any], to_the_end: bool
-) -> tuple[dict[str, Any], Tensor | None]:
-    """Run the whole model up to its decoder, and return what that is given.
-
-    to_the_end: run all of it, and return its last logits [1, V] too.
-    """
-    decoder = shallow(decoder_of(target.model))
-    model = with_part(target.model, decoder_of(target.model), decoder)
-    forward, seen = decoder.forward, dict[str, Any]()
-
-    def note(*args: Any, **inputs: Any) -> Any:
-        seen.update(inputs)
-        if args:
-            raise TypeError("its decoder is called by place")
-        if to_the_end:
-            return forward(**inputs)
-        raise Reached
-
-    vars(decoder)["forward"] = note
-    device = target.input_device
-    placed = {name: on_tower(one, device, target.dtype) for name, one in given.items()}
-    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
-        placed["logits_to_keep"] = 1  # those of all tokens may take more memory than the model
-    kind = target.model.config.model_type
-    try:
-        mask = torch.ones_like(tokens)
-        output = model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False, **placed)
-        return seen, output.logits[0, -1:].float()
-    except Reached:
-        return seen, None
-    except FORWARD_ERRORS as error:
-        refuse_lack_of_memory(f"target {kind!r}", error)
-        raise ValueError(
-            f"target {kind!r} does not read these inputs ({one_line(error, 200)}): they must be what its own "
-            "processor makes of a chat; check them"
-        ) from error
-
-
-def with_part(model: nn.Module, part: nn.Module, replacement: nn.Module) -> nn.Module:
-    """Return a copy of a model with another module in the place of a part, which shares all other modules.
-
-    The towers are the model's own: transformers notes on a module that it has prepared it.
-    """
-    if model is part:
-        return replacement
-    made = shallow(model)
-    for name, child in model._modules.items():
-        if child is not None and any(one is part for one in child.modules()):
-            made._modules[name] = with_part(child, part, replacement)
-    return made
-
-
-def shallow(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parts are the module's own, but may be replaced. It is not compiled."""
-    made: nn.Module = object.__new__(type(module))
-    vars(made).update({name: bound_to(made, module, value) for name, value in vars(module).items()})
-    vars(made).update(_modules=dict(module._modules), _compiled_call_impl=None)
-    return made
-
-
-def on_tower(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a value of a processor's output on a device, pixels and such in a dtype."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device, dtype) if value.is_floating_point() and value.ndim > 1 else value.to(device)
-
-
-class Reached(Exception):  # it is no error
-    """Ends a forward where the decoder begins."""
 
 
 def media_of(target: TargetModel, tokens: Tensor, where: Tensor, seen: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -311,13 +252,6 @@ def numbered(tokens: Tensor, found: Sequence[Found]) -> list[int]:
     for where, media in found:
         tokens = tokens.masked_scatter(where, torch.arange(media.first, media.end))
     return MediaPrompt(tokens[0].tolist(), [media for _, media in found])
-
-
-def own_embeddings(target: TargetModel, tokens: Tensor) -> Tensor:
-    """Return the model's own embeddings of tokens [1, L]."""
-    embed = target.model.get_input_embeddings()
-    embedded: Tensor = embed(tokens.to(target.input_device))
-    return embedded
 
 
 def check_reading(target: TargetModel, ids: list[int], wanted: Tensor) -> None:
