@@ -109,12 +109,14 @@ class ScriptedModel:
             yield chunk
         stats.finish_reason = "stop" if ids[-1] == END else "length"
 
-    def generate(self, input_ids: torch.Tensor, options: GenerationOptions) -> None:
+    def generate(self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions) -> None:
+        assert mask.all()
         self.calls.append(("generate", "", vars(options)))
 
     def target_alone(
-        self, input_ids: torch.Tensor, mask: torch.Tensor | None = None, options: Any = None
+        self, input_ids: torch.Tensor, mask: torch.Tensor, options: Any, inputs: Any
     ) -> SimpleNamespace:
+        assert mask.all() and inputs is None
         self.calls.append(("target_alone", "", vars(options)))
         ids = self.ids[: options.max_new_tokens]
         stats = GenerationStats(steps=len(ids), new_tokens=len(ids), seconds=2.0 * len(ids))
