@@ -23,6 +23,7 @@ from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.runtime.ranks import ALONE
+from eagle_fsd.target.media.table import MediaTable
 from support.drafters import StandIn
 
 
@@ -79,13 +80,11 @@ class ChainTarget:
         self.texts: list[list[int]] | None = [[] for _ in range(batch)] if record else None
         self.tree: DraftTree | None = None
         self.verified_nodes: list[int] = []
+        self.media = MediaTable(self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
         return self.chain.table.shape[-1]
-
-    def words(self, tokens: Tensor) -> Tensor:
-        return tokens
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.texts is not None:
