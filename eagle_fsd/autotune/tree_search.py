@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.core.config import AutoTree, TreeConfig
+from eagle_fsd.core.devices import fetch
 from eagle_fsd.core.tree import DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -263,7 +264,9 @@ class TreeObserver:
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         tree = verified.tree
         noted = (tree.parents, tree.depths, path_scores(tree), verdict.path, verdict.length)
-        for parents, depths, scores, path, length in zip(*(part.tolist() for part in noted), strict=True):
+        for parents, depths, scores, path, length in zip(
+            *(part.tolist() for part in fetch(*noted)), strict=True
+        ):
             self.observations.append(Observation(parents, depths, scores, path[1:length]))
 
 

@@ -121,6 +121,16 @@ def host_can_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def fetch(*parts: Tensor) -> list[Tensor]:
+    """Return small tensors of one device on the host, which waits once for all of them."""
+    if all(map(host_can_read, parts)):
+        return list(parts)
+    flat = torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts]).cpu()
+    pieces = flat.split([part.nbytes for part in parts])
+    # A copy begins where any type may begin.
+    return [one.clone().view(part.dtype).view(part.shape) for one, part in zip(pieces, parts, strict=True)]
+
+
 def release_freed_memory() -> None:
     """Return freed memory to the system, if the C library can.
 

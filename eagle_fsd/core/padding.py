@@ -36,8 +36,11 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     return torch.tensor(padded, dtype=torch.int64, device="cpu")
 
 
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return a list as an int64 tensor on a device, without waiting for the device's queued work."""
+def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return a list, or lists of one length, as an int64 tensor on a device.
+
+    The host does not wait for the device's queued work.
+    """
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 

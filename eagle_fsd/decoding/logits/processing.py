@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.devices import fetch
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.processing import Bias, Processing
 from eagle_fsd.core.tree import DraftTree
@@ -26,7 +27,8 @@ def process(logits: Tensor, tree: DraftTree, texts: Sequence[TextProcessor]) -> 
     The tokens come to the host, which waits for them.
     """
     changed = logits.clone()
-    rows = zip(texts, changed, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+    known = (part.tolist() for part in fetch(tree.tokens, tree.parents))
+    rows = zip(texts, changed, *known, strict=True)
     for text, of_row, tokens, parents in rows:
         text.apply(of_row, tokens, parents)
     return changed
@@ -105,7 +107,7 @@ class TextProcessor:
         if processing.own:
             self._apply_own(logits, paths)
         if self.constrained is not None:
-            logits.masked_fill_(refused.to(logits.device), -torch.inf)
+            logits.masked_fill_(refused.to(logits.device, non_blocking=True), -torch.inf)
 
     def _bias(self, logits: Tensor, paths: Sequence[Sequence[int]], biases: Biases) -> None:
         """Add biases to the last tokens of sequences that have begun; see `by_beginning`."""
@@ -114,9 +116,10 @@ class TextProcessor:
                 found = of_length.get(tuple(self._last(path, length)))
                 if found is None:
                     continue
-                added = torch.tensor(list(found.values()), dtype=logits.dtype, device=logits.device)
+                added = torch.tensor(list(found.values()), dtype=logits.dtype, device="cpu")
                 # Without a beginning they are the same everywhere.
-                logits[node if length else slice(None), on_device(list(found), logits.device)] += added
+                at = node if length else slice(None), on_device(list(found), logits.device)
+                logits[at] += added.to(logits.device, non_blocking=True)
                 if not length:
                     break
 
@@ -143,8 +146,8 @@ class TextProcessor:
         found = logits[:, ids]
         if (penalty := self.processing.repetition_penalty) != 1:
             penalised = torch.where(found < 0, found * penalty, found / penalty)
-            found = torch.where(seen.to(logits.device), penalised, found)
-        times = counts.to(logits.device)
+            found = torch.where(seen.to(logits.device, non_blocking=True), penalised, found)
+        times = counts.to(logits.device, non_blocking=True)
         found = found - self.processing.frequency_penalty * times
         logits[:, ids] = found - self.processing.presence_penalty * (times > 0)
 
@@ -164,8 +167,9 @@ class TextProcessor:
         """Call the caller's processors, once for all nodes of a length."""
         for length in sorted({len(path) for path in paths}):
             nodes = [node for node, path in enumerate(paths) if len(path) == length]
-            texts = torch.tensor([[*self.text, *paths[node]] for node in nodes], device=logits.device)
-            scores = logits[nodes]
+            texts = on_device([[*self.text, *paths[node]] for node in nodes], logits.device)
+            index = on_device(nodes, logits.device)
+            scores = logits[index]
             for processor in self.processing.own:
                 made = processor(texts, scores)
                 if not isinstance(made, Tensor) or made.shape != scores.shape:
@@ -175,7 +179,7 @@ class TextProcessor:
                         f"logits of the shape that it got, {list(scores.shape)}; fix it"
                     )
                 scores = made
-            logits[nodes] = scores.to(logits.dtype)
+            logits[index] = scores.to(logits.dtype)
 
 
 def by_beginning(biases: Iterable[Bias]) -> Biases:

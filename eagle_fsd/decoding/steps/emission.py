@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict
+from eagle_fsd.core.devices import fetch
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import HEAD
 from eagle_fsd.decoding.request import FAILED, Text, TokenLogprob
@@ -95,12 +96,18 @@ def note_logprobs(
     texts: Sequence[Text], emitted: Mapping[Text, Sequence[int]], logits: Tensor, verdict: Verdict
 ) -> None:
     """Add the log-probabilities of a step's tokens to the texts that want them. logits: [B, N, V]."""
-    for row, text in enumerate(texts):
-        if text.top_logprobs is None or not (tokens := emitted.get(text)):
-            continue
+    parts: list[Tensor] = []
+    wanted = [
+        (row, text, emitted[text], text.top_logprobs)
+        for row, text in enumerate(texts)
+        if text.top_logprobs is not None and emitted.get(text)
+    ]
+    for row, _, tokens, count in wanted:
         # A node's logits are of the token that comes after it.
         chosen = logits[row, verdict.path[row, : len(tokens)]].float().log_softmax(-1)
-        of_tokens = chosen.gather(1, on_device(list(tokens), chosen.device)[:, None])[:, 0].tolist()
-        values, ids = chosen.topk(min(text.top_logprobs, chosen.shape[-1]))
-        for token, logprob, *top in zip(tokens, of_tokens, ids.tolist(), values.tolist(), strict=True):
+        values, ids = chosen.topk(min(count, chosen.shape[-1]))
+        parts += [chosen.gather(1, on_device(list(tokens), chosen.device)[:, None])[:, 0], ids, values]
+    found = (part.tolist() for part in fetch(*parts)) if parts else iter(())
+    for _, text, tokens, _ in wanted:
+        for token, logprob, *top in zip(tokens, next(found), next(found), next(found), strict=True):
             text.logprobs.append(TokenLogprob(token, logprob, list(zip(*top, strict=True))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.core.devices import fetch
 
 EXACT = "drafted"  # drafted, and equal to the target's own draw
 FUZZY = "fuzzy"  # drafted, and accepted by the rule although the target drew another token
@@ -23,7 +24,7 @@ class TokenOrigins:
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         """Note a step. `emitted` names the rows of the verdict in their order."""
-        fuzzy, lengths = verdict.fuzzy[:, 1:].tolist(), verdict.length.tolist()
+        fuzzy, lengths = (part.tolist() for part in fetch(verdict.fuzzy[:, 1:], verdict.length))
         for (number, count), flags, length in zip(emitted.items(), fuzzy, lengths, strict=True):
             accepted = min(count, length - 1)  # the last token of a step is the target's own
             found = [FUZZY if flag else EXACT for flag in flags[:accepted]]

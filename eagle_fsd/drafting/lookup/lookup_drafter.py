@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import fetch
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen, Verifier
@@ -152,5 +153,5 @@ def to_host(seen: Seen) -> tuple[Sequence[Sequence[int]], list[list[NextList]]]:
 def lists_of(found: NextTokens | None, rows: int) -> list[list[NextList]]:
     if found is None:
         return [[] for _ in range(rows)]
-    ids, log_p = found.ids.cpu().numpy(), found.log_p.float().cpu().numpy()
+    ids, log_p = (part.numpy() for part in fetch(found.ids, found.log_p.float()))
     return [next_lists(*row) for row in zip(ids, log_p, strict=True)]

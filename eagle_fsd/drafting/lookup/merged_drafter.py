@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.devices import fetch, host_can_read
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
@@ -165,9 +165,9 @@ class MergedDrafter:
         """Return what the head drafted for each text."""
         pool, width = grown.pool, grown.pool.scores.shape[1] // grown.expanded.shape[1]
         vocabulary, own = self.vocabulary, self.head.predictor.own
-        columns = vocabulary.tokens(pool.columns).tolist()
-        scores = torch.nan_to_num(pool.scores, nan=-math.inf).tolist()
-        rows = zip(columns, scores, grown.expanded.tolist(), strict=True)
+        scores = torch.nan_to_num(pool.scores, nan=-math.inf)
+        parts = fetch(vocabulary.tokens(pool.columns), scores, grown.expanded)
+        rows = zip(*(part.tolist() for part in parts), strict=True)
         return [
             HeadDraft(tokens, values, width, places_of(expanded), Prob(grown.log_q, row, vocabulary, own))
             for row, (tokens, values, expanded) in enumerate(rows)

@@ -222,14 +222,13 @@ class StateCache(KVCache):
         nodes = path[index, on_device([counts[row] - 1 for row in rows], path.device)]
         for number, tree in self.trees.items():
             self._put_states(number, index, tree.behind(index, nodes))
-        if self.levels:
-            depths, places = (part[index, nodes] for part in (self._tree.depths, self._tree.places))
-            for level in set(depths.tolist()):
-                here = depths == level
-                its, chosen = index[here], places[here]
-                for number, behind in self.levels.items():
-                    found = {key: state[chosen.to(state.device)] for key, state in behind[level].items()}
-                    self._put_states(number, its, found)
+        # A path's last node is as deep as it has nodes before it, which the host knows.
+        for count in {counts[row] for row in rows} if self.levels else ():
+            its = on_device([row for row in rows if counts[row] == count], path.device)
+            chosen = self._tree.places[its, path[its, count - 1]]
+            for number, behind in self.levels.items():
+                found = {key: state[chosen.to(state.device)] for key, state in behind[count - 1].items()}
+                self._put_states(number, its, found)
         self.levels, self.trees, self._path = {}, {}, None
 
     def _put_states(self, number: int, rows: Tensor, states: Held) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import ancestors
 
 
@@ -60,9 +61,15 @@ class TreePlan:
 
     @cached_property
     def _by_depth(self) -> list[tuple[Tensor, ...]]:
-        """The rows and nodes [M] of each depth."""
-        deepest = int(self.depths.max())
-        return [(self.depths == depth).nonzero(as_tuple=True) for depth in range(deepest + 1)]
+        """The rows and nodes [M] of each depth. The host waits for the depths."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for row, depths in enumerate(self.depths.tolist()):
+            for node, depth in enumerate(depths):
+                rows, nodes = found.setdefault(depth, ([], []))
+                rows.append(row)
+                nodes.append(node)
+        device = self.depths.device
+        return [tuple(on_device(part, device) for part in found[depth]) for depth in range(len(found))]
 
     def lines(self, size: int) -> Tensor:
         """Return where the last `size` inputs up to each node are, [size, B, N], the oldest first.
