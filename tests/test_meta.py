@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from support.drafters import eagle_drafter, feed
+from support.every_rule import RULES
 from support.op_recorder import Capturing, NoAnswers
 from support.tiny_models import FAMILIES, VOCAB, attention_of, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd import Fuzzy, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, FLy, PublishedFSD, RelaxedTopK, SGLang
 from eagle_fsd.acceptance.rule_names import RULES as NAMED
-from eagle_fsd.core.config import COSTS, SamplingConfig
+from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
@@ -39,15 +39,6 @@ EXPERTS = {
     "deepseek_v3",
 }  # whose product of groups takes no float32 on this device
 
-RULES = [
-    Lossless(),
-    Fuzzy(0.4, "js_top10", min_p=0.05, max_overshoot=3.0, min_gain=0.2),
-    Fuzzy(0.9, "reverse_kl", mode="paper", child="target", max_consecutive=1, exact_prefix=2),
-    Fuzzy(float("inf"), "tv", child="likeliest"),
-    *(Fuzzy(0.5, price=1.5, cost=cost, mode=mode) for cost in COSTS for mode in ("hybrid", "paper")),
-    *(Fuzzy(0.5, price=1.5, cost=cost, mode="swap") for cost in ("tokens", "divergence")),
-    *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3), FLy(0.0, 1), PublishedFSD(0.4)),
-]
 SAMPLINGS = [
     SamplingConfig(),
     SamplingConfig(1.0),

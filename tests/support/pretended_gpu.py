@@ -24,7 +24,18 @@ from support.op_recorder import INDEXING, WAITS, tensors, written
 
 GPU = torch.device("cuda", 0)
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+# Operations of which no tag says that they wait.
+HIDDEN = {
+    f"aten::{name}" for name in ("allclose", "argwhere", "equal", "is_nonzero", "nonzero_numpy", "where")
+}
 MAKES = {torch.tensor, torch.as_tensor}  # copy a list to a device, and wait for it
+
+
+# Operations that a CPU lacks, or lacks for these types.
+ONLY_THERE: dict[str, Callable[..., Tensor]] = {
+    "aten::histc": lambda x, *rest, **more: torch.histc(x.float(), *rest, **more).to(x.dtype),
+    "aten::mm.dtype": lambda x, y, dtype: torch.mm(x.to(dtype), y.to(dtype)),
+}
 
 
 class There(Tensor):
@@ -62,6 +73,17 @@ def is_there(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+def waits(op: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the host waits for the result of an operation, other than an index, on a GPU."""
+    if op.name() == "aten::repeat_interleave.self_Tensor":
+        return kwargs.get("output_size") is None
+    if op.name() == "aten::one_hot":  # what a CPU looks at besides, a GPU does not
+        return [*args, *kwargs.values(), -1][1] == -1
+    if op.name() == "aten::isin.Tensor_Tensor":  # for more elements than this it calls `unique`
+        return bool(args[1].numel() >= 10 * args[0].numel() ** 0.145)
+    return bool(WAITS & set(op.tags)) or op.name() in HIDDEN
+
+
 class PretendedGPU(TorchDispatchMode):
     """Runs operations on tensors that are There. waits: by whom the host was made to wait."""
 
@@ -71,7 +93,8 @@ class PretendedGPU(TorchDispatchMode):
         self.recording = False
 
     def wait(self, name: str) -> None:
-        mine = [one for one in traceback.extract_stack() if "/eagle_fsd/" in one.filename]
+        stack = traceback.extract_stack()
+        mine = [one for one in stack if "/eagle_fsd/" in one.filename and one.name != "fetch"]
         place = f"{mine[-1].filename.rpartition('/eagle_fsd/')[2]}:{mine[-1].name}" if mine else "a test"
         if self.recording:
             raise RuntimeError(f"{place} waits for the device within a recording ({name})")
@@ -96,12 +119,13 @@ class PretendedGPU(TorchDispatchMode):
                 raise RuntimeError(f"{name}: tensors are on both devices")
             # A list among indices becomes a tensor on the CPU, and a mask a list of places.
             masked = any(one.dtype == torch.bool or not isinstance(one, There) for one in index)
-            if masked or (name not in INDEXING and (WAITS & set(op.tags) or name == "aten::equal")):
+            if masked or (name not in INDEXING and waits(op, args, kwargs)):
                 self.wait(name)
         if is_there(asked):
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        made = op(*tree_map(held, args), **tree_map(held, kwargs))
+        run = ONLY_THERE.get(op.name(), op) if there else op
+        made = run(*tree_map(held, args), **tree_map(held, kwargs))
         if not (goes or any(is_there(one.device) for one in written(op, args, kwargs))):
             return made
         known = {id(one.held): one for one in given if isinstance(one, There)}
@@ -136,9 +160,9 @@ class Calls(TorchFunctionMode):
         if func in MAKES and is_there(kwargs.get("device")):
             del kwargs["device"]
             self.gpu.wait(func.__name__)
-            return There(func(*args, **kwargs))
-        if func in MOVES and (one := self.moved(func, args, kwargs)) is not None:
-            return one
+            return There(func(*tree_map(held, args), **kwargs))
+        if func in MOVES:
+            return self.moved(func, args, kwargs)
         if func is Tensor.data_ptr and isinstance(args[0], There):
             return args[0].held.data_ptr()
         if func is Tensor.tolist and isinstance(args[0], There):
@@ -152,8 +176,8 @@ class Calls(TorchFunctionMode):
             return There(func(*map(held, args), **{name: held(one) for name, one in kwargs.items()}))
         return func(*args, **kwargs)
 
-    def moved(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """Return what `to` returns where the device decides; None: torch may do it."""
+    def moved(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return what `to` and the like return; torch itself must not see the device."""
         tensor, *rest = args
         wanted = [*rest, *kwargs.values()]
         devices = [one.device if isinstance(one, Tensor) else one for one in wanted]
@@ -163,17 +187,20 @@ class Calls(TorchFunctionMode):
         there = isinstance(tensor, There)
         goes = is_there(devices[0]) if devices else there if func is Tensor.to else func is Tensor.cuda
         if goes == there:
-            return tensor if dtype == tensor.dtype else tensor.type(dtype) if not there else None
+            return tensor.to(dtype, copy=kwargs.get("copy", False))
         if there or not kwargs.get("non_blocking"):
             self.gpu.wait(f"copies {tuple(tensor.shape)}")
         return There(tensor.to(dtype, copy=True)) if goes else tensor.held.to(dtype, copy=True)
 
 
 @contextmanager
-def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
-    """Let torch have a GPU inside the block."""
-    gpu, noise_on = PretendedGPU(), streams.noise_on
+def pretended_gpu(patch: pytest.MonkeyPatch, gpu: PretendedGPU | None = None) -> Iterator[PretendedGPU]:
+    """Let torch have a GPU inside the block. gpu: one that it had before; None: a new one."""
+    gpu, noise_on = gpu or PretendedGPU(), streams.noise_on
     patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    patch.setattr(torch.cuda, "get_device_name", lambda *_: "a pretended GPU")
+    patch.setattr(torch.accelerator, "synchronize", lambda *_: gpu.wait("synchronize"))
     # The CPU has no generator of a GPU.
     patch.setattr(streams, "noise_on", lambda device, *rest: There(noise_on(torch.device("cpu"), *rest)))
     with gpu, Calls(gpu):
