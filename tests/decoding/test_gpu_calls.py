@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from support.gpu_twins import DRAFTERS, PROMPTS, TREE, Twins, head
-from support.tiny_models import prompts_of, simple_model, tiny_head, tiny_model, young_head
+from support.tiny_models import VOCAB, prompts_of, simple_model, tiny_head, tiny_model, young_head
 
-from eagle_fsd import AutoTree, EagleFSD, Fuzzy, PromptCache
+from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, PromptCache, SamplingConfig
 from eagle_fsd.autotune import step_costs, tree_chooser
 from eagle_fsd.core.padding import pad_left
+from eagle_fsd.core.processing import Processing
 from eagle_fsd.decoding import workspace
+from eagle_fsd.decoding.request import FAILED, Terms, Text
+from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
 from eagle_fsd.decoding.steps.origins import TokenOrigins
 from eagle_fsd.runtime.step_recorder import Graphs
 from eagle_fsd.training.online.adapter import AdaptConfig, HeadAdapter
@@ -46,6 +49,36 @@ def many(engine: EagleFSD, prompts: list[list[int]], **options: Any) -> list[tup
 def test_texts_join_and_leave(name: str) -> None:
     prompts = prompts_of([4, 9, 1, 30, 2])
     twins(name).same(lambda engine: many(engine, prompts, temperature=0.8))
+
+
+@pytest.mark.parametrize("name", ["near", pytest.param("merged", marks=pytest.mark.slow)])
+def test_texts_of_one_batch_have_rules_and_options_of_their_own(name: str) -> None:
+    """In a scheduler, as in the server; one text is retired, and one can get no token."""
+    terms = [
+        Terms((), Lossless(), SamplingConfig(1.0)),
+        Terms((), Fuzzy(0.5), SamplingConfig(0.8, top_k=20)),
+        Terms((3, 40), processing=Processing.of(repetition_penalty=1.3, logit_bias={(3,): 2.0})),
+        Terms((), processing=Processing.of(suppress_tokens=range(VOCAB))),
+        Terms(()),
+    ]
+
+    def call(engine: EagleFSD) -> object:
+        origins, texts = TokenOrigins(), list[Text]()
+        scheduler = Scheduler(engine.target, engine.drafter, TREE, 3, observer=origins)
+        for number, prompt in enumerate(prompts_of([4, 9, 1, 30, 2])):
+            stream = (7, number)
+            text = Text(number, 8, terms[number], prompt=prompt, stream=stream, top_logprobs=2)
+            texts.append(text)
+            scheduler.admit(text)
+        for number, _ in enumerate(scheduler.run()):
+            if number == 4:
+                scheduler.retire(texts[1])
+        reasons = [text.stats.finish_reason for text in texts]
+        assert reasons[1] == CANCELLED and reasons[3] == FAILED
+        shown = [[(one.token, [token for token, _ in one.top]) for one in text.logprobs] for text in texts]
+        return reasons, shown, [text.new_tokens for text in texts], [origins.take(one) for one in range(5)]
+
+    twins(name).same(call)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("jamba", marks=pytest.mark.slow)])
