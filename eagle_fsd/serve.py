@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from eagle_fsd.core.config import TreeConfig
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
-    from eagle_fsd.serving.app import Settings
+    from eagle_fsd.serving.service import Settings
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -109,8 +109,8 @@ def make_settings(
     """Return how the model is served. bound: the address that the server has, if it is known already."""
     from eagle_fsd.acceptance.accept import Lossless
     from eagle_fsd.hub.resolve import shown_name
-    from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
+    from eagle_fsd.serving.service import Settings
     from eagle_fsd.target.media.reading import has_towers
 
     key = api_key(args)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -18,37 +16,21 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from eagle_fsd.core.checks import format_value
-from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.hub.resolve import shown_name
-from eagle_fsd.serving.answers.answer import Answer
-from eagle_fsd.serving.answers.completions import Completion
-from eagle_fsd.serving.answers.logprobs import LogprobTables
-from eagle_fsd.serving.answers.responses import ResponseAnswer
-from eagle_fsd.serving.choices import Choice, Chooser, Defaults, Limits
-from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
+from eagle_fsd.serving.delivery import ClientGone
 from eagle_fsd.serving.entry.cors import let_pages_call
 from eagle_fsd.serving.entry.gate import Gate
 from eagle_fsd.serving.entry.json_body import JsonRoute
 from eagle_fsd.serving.entry.request_ids import HEADER, RequestIds
 from eagle_fsd.serving.errors import FAILED, SERVER, ApiError, json_response, of_status, of_validation
-from eagle_fsd.serving.metrics import Metrics
-from eagle_fsd.serving.prompts import PromptReader
 from eagle_fsd.serving.requests.completions import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from eagle_fsd.serving.requests.generation import Chat
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.requests.unsupported import Unsupported
-from eagle_fsd.serving.work.jobs import Job
-from eagle_fsd.serving.work.learning import Learner
-from eagle_fsd.serving.work.tree import Measure, ServedTree
-from eagle_fsd.serving.work.worker import Worker
-from eagle_fsd.text.chat import require_tokenizer
-from eagle_fsd.text.streamed import StreamedText
+from eagle_fsd.serving.service import Service, Settings
 from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:
@@ -57,7 +39,6 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
 logger = logging.getLogger(__name__)
-AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest
 OPEN_PATHS, BELOW_PAGE = ("/health", "/"), "/page/"  # these and the page's files need no API key
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {"index.html": "text/html", "style.css": "text/css", "script.js": "text/javascript"}
@@ -67,132 +48,6 @@ PAGE_HEADERS = {  # the page loads nothing from elsewhere, and no other page may
     "cache-control": "no-cache",
 }
 CLIENT_GONE = 499  # nobody reads it; it is counted
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a server is set up. name: of the model, to clients. tree: of every text's steps. measure_tree:
-    chooses its size while nobody asks; None if it stays.
-
-    key: clients must send it; None lets everybody in. hosts: see Gate. cors_origins: web pages from there may
-    call. learner: adapts the head to the texts, which voids its calibrations. at_end: is called once the last
-    text has ended.
-    """
-
-    name: str
-    tree: TreeConfig = TreeConfig()  # noqa: RUF009  # it is frozen
-    measure_tree: Measure | None = None
-    limits: Limits = Limits()  # noqa: RUF009
-    defaults: Defaults = field(default_factory=Defaults)
-    key: str | None = None
-    hosts: Sequence[str] = ()
-    cors_origins: Sequence[str] = ()
-    learner: Learner | None = None
-    at_end: Callable[[], None] | None = None
-
-
-class Service:
-    """Answers requests with one engine."""
-
-    def __init__(self, model: EagleFSD, settings: Settings) -> None:
-        self.model, self.settings, self.tokenizer = model, settings, require_tokenizer(model.tokenizer)
-        self.limits = settings.limits
-        self.metrics = Metrics()
-        self.tree, learner = ServedTree(settings.tree, settings.measure_tree), settings.learner
-        self.worker = Worker(model, self.tree, self.limits, self.metrics, learner)
-        self.metrics.watch(self.worker)
-        self.choose = Chooser(model, self.limits, settings.defaults, self.tree, adapts=learner is not None)
-        self.created = int(time.time())
-        self.reader = PromptReader(model, self.choose)
-
-    async def answer(self, body: AnyRequest, request: Request) -> Response:
-        """Answer a request for texts, whole or as a stream."""
-        deadline = Deadline(self.limits.request_timeout)
-        self.require_model(body.model)
-        self.reader.require_few(body)
-        feed = Feed()
-        with self.tree.stays():
-            choice = await asyncio.to_thread(self.choose, body)
-            prompts = await self.reader.aside(body, self.reader.encode, choice.tools)
-            stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
-            texts = [prompt for prompt in prompts for _ in range(body.count)]
-            jobs = [
-                Job(
-                    prompt=prompt,
-                    limit=choice.limit,
-                    terms=choice.terms,
-                    stream=(choice.stream, place),
-                    written=StreamedText(self.tokenizer, stops, prompt if body.goes_on else ()),
-                    tell=feed.teller(place),
-                    wants_origins=body.wants_origins,
-                    top_logprobs=body.top_tokens,
-                    request_id=request.state.request_id,
-                )
-                for place, prompt in enumerate(texts)
-            ]
-            answer = self.answer_of(body, jobs, choice, sum(map(len, prompts)))
-            self.worker.submit(jobs)
-        streamed = False
-        try:
-            if not body.stream:
-                await unless_gone(request, collect(answer, feed, deadline))
-                # Log-probabilities make it megabytes, whose tables and JSON would hold up all streams.
-                return Response(await asyncio.to_thread(answer.body), media_type="application/json")
-            first = await unless_gone(request, feed.next(deadline))
-            streamed = True
-        finally:
-            if not streamed:
-                self.worker.cancel(jobs)
-        stream = events(answer, first, feed, deadline)
-        return EventStream(stream, deadline, lambda: self.worker.cancel(jobs))
-
-    def answer_of(self, body: AnyRequest, jobs: Sequence[Job], choice: Choice, read: int) -> Answer:
-        """Return the answer to a request, in its form. read: the tokens of its prompts."""
-        chat = isinstance(body, Chat)
-        tables = LogprobTables(self.decode, chat) if body.top_tokens is not None else None
-        made = (self.settings.name, jobs, choice, read, tables)
-        if isinstance(body, ResponsesRequest):
-            return ResponseAnswer(*made, body)
-        flags = (body.wants_origins, body.stream_options.include_usage, body.timings_per_token)
-        return Completion(*made, chat, *flags)
-
-    def require_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.name:
-            message = f"model is {format_value(name)}: this server has {self.settings.name!r}"
-            message += "; name that, or leave it out"
-            raise ApiError(404, message, "model_not_found", "model")
-
-    def decode(self, token: int) -> str:
-        """Return one token's text. It takes no lock, since encoding a long prompt may hold that for long."""
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        self.require_model(body.model)
-        ids = await self.reader.aside(body, self.reader.shown)
-        return {"count": len(ids), "max_model_len": self.model.target.max_positions, "tokens": ids}
-
-    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
-        self.require_model(body.model)
-        self.choose.require_tokens(body.tokens, "tokens")
-        with self.choose.encoding:
-            return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
-
-    @property
-    def card(self) -> dict[str, Any]:
-        """The model as /v1/models shows it."""
-        model = self.model
-        return {
-            "id": self.settings.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "eagle_fsd",
-            "max_model_len": model.target.max_positions,
-            "draft": shown_name(model.ea_model),
-            "tree": str(self.tree.size),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "runtime": model.runtime,
-            "weight_format": model.weight_format,
-        }
 
 
 def create_app(model: EagleFSD, settings: Settings) -> FastAPI:

@@ -24,8 +24,8 @@ from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits, NothingAllowed
 from eagle_fsd.serving.answers.completions import event
-from eagle_fsd.serving.app import Service
 from eagle_fsd.serving.choices import Limits
+from eagle_fsd.serving.service import Service
 from eagle_fsd.serving.work.worker import Worker
 
 LONG = {"model": NAME, "messages": CHAT, "max_tokens": 60}

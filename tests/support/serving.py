@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.serving.app import Settings, create_app
+from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.server import Server
+from eagle_fsd.serving.service import Settings
 from support.tiny_engine import NAME, TREE, tiny_engine
 
 
