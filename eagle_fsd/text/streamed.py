@@ -26,14 +26,15 @@ class StreamedText:
     the text where that token comes. Characters that may still become the beginning of a stop string are held
     back, and so are tokens that hold half a character. context: token ids that the text continues.
 
-    text: all that was shown. tokens: how many tokens were taken; those after a stop string are not.
+    text: all that was shown. tokens: how many tokens were taken; those after a stop string are not. stop: the
+    stop string that ended the text.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
         self.tokenizer, self.context = tokenizer, context
-        self.stopped = False
+        self.stop: str | None = None
         self.tokens = 0
         self.text = ""
         self.stops = tuple(stop for stop in stops if stop)
@@ -42,6 +43,10 @@ class StreamedText:
         self._held: list[Piece] = []
         self._origin = ""  # of the last token
         self._detokenizer = Detokenizer(tokenizer, context)
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def add(self, token_ids: Sequence[int], origins: Sequence[str] = ()) -> list[Piece]:
         """Take tokens, up to the one that completes a stop string, and return what may be shown now.
@@ -55,7 +60,7 @@ class StreamedText:
             self.tokens += 1
             if token in self._ends:
                 shown += self.finish()
-                self.stopped = True
+                self.stop = self.stop or self._ends[token]
                 break
             self._origin = origin = origins[place] if origins else ""
             shown += self._take(Piece(self._detokenizer.add([token]), origin))
@@ -81,13 +86,15 @@ class StreamedText:
         whole = "".join(one.text for one in held)
         # Nothing before `before` is complete, so a stop string ends within the new piece.
         start = max(0, before - self._reach)
-        found = [(place + len(stop), place) for stop in self.stops if (place := whole.find(stop, start)) >= 0]
+        found = [
+            (place + len(stop), place, stop) for stop in self.stops if (place := whole.find(stop, start)) >= 0
+        ]
         if waits and not found:
             return []
         self._held = held
         if found:
-            self.stopped = True
-            return self._show(min(found)[1])
+            _, place, self.stop = min(found)
+            return self._show(place)
         return self._show(len(whole) - self._length_of_beginning(whole))
 
     def _length_of_beginning(self, text: str) -> int:
@@ -111,10 +118,12 @@ class StreamedText:
         return shown
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> frozenset[int]:
-    """Return the ids of the special tokens that are written like one of these texts."""
+def special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> dict[int, str]:
+    """Return the special tokens that are written like one of these texts: their texts by their ids."""
     added = getattr(tokenizer, "added_tokens_decoder", {}) if texts else {}
-    return frozenset(place for place, token in added.items() if token.special and token.content in texts)
+    return {
+        place: token.content for place, token in added.items() if token.special and token.content in texts
+    }
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:

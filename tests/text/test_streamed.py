@@ -45,6 +45,8 @@ def test_it_ends_where_the_plain_twin_does(seed: int) -> None:
     assert written.stopped == (shown != text)
     ended = next((end for end in range(len(text)) if cut(text[:end], stops) != text[:end]), len(text))
     assert written.tokens == ended
+    longest = max((stop for stop in stops if text[:ended].endswith(stop)), key=len, default=None)
+    assert written.stop == longest
 
 
 def test_what_may_become_a_stop_string_waits_and_nothing_else_does() -> None:
@@ -62,9 +64,9 @@ def test_a_stop_string_may_be_a_special_token() -> None:
     tokenizer = tiny_tokenizer(special=40)
     written = StreamedText(tokenizer, ["<stop>", "END"])
     assert written.add([*ids_of("abEN"), 40, *ids_of("c")]) == [Piece("abEN")]
-    assert written.stopped and written.tokens == 5 and written.finish() == []
+    assert written.stop == "<stop>" and written.tokens == 5 and written.finish() == []
     assert not StreamedText(tokenizer, ["END"]).add([40]), "without that stop string it is nothing"
-    assert special_tokens(tokenizer, ["END"]) == special_tokens(tokenizer, []) == frozenset()
+    assert special_tokens(tokenizer, ["END"]) == special_tokens(tokenizer, []) == {}
 
 
 def test_special_tokens_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
