@@ -20,8 +20,17 @@ from eagle_fsd.serving.delivery import ClientGone
 from eagle_fsd.serving.entry.cors import let_pages_call
 from eagle_fsd.serving.entry.gate import Gate
 from eagle_fsd.serving.entry.json_body import JsonRoute
-from eagle_fsd.serving.entry.request_ids import HEADER, RequestIds
-from eagle_fsd.serving.errors import FAILED, SERVER, ApiError, json_response, of_status, of_validation
+from eagle_fsd.serving.entry.request_ids import HEADERS, RequestIds
+from eagle_fsd.serving.errors import (
+    ANTHROPICS,
+    FAILED,
+    SERVER,
+    ApiError,
+    json_response,
+    of_status,
+    of_validation,
+)
+from eagle_fsd.serving.requests.anthropic import MessagesRequest
 from eagle_fsd.serving.requests.completions import (
     ChatRequest,
     CompletionRequest,
@@ -68,7 +77,9 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"description": "An error in OpenAI's form"}},  # else FastAPI tells of its own, 422
+        responses={
+            "4XX": {"description": "An error in OpenAI's or Anthropic's form"}
+        },  # else FastAPI tells of its own, 422
     )
     app.state.service = service
     app.router.route_class = JsonRoute
@@ -111,9 +122,23 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
+    @app.post(ANTHROPICS)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @app.post(f"{ANTHROPICS}/count_tokens")
+    async def count_tokens(body: MessagesRequest) -> dict[str, Any]:
+        return await service.count(body)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.card]}
+        card = service.card
+        ends = {
+            "first_id": card["id"],
+            "last_id": card["id"],
+            "has_more": False,
+        }  # Anthropic's client reads them
+        return {"object": "list", "data": [card], **ends}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
@@ -166,21 +191,21 @@ def add_heads(app: FastAPI) -> None:
 def fields_of(request: Request) -> Collection[str]:
     """Return the fields that the body of a request may have."""
     body = get_type_hints(request.scope["endpoint"]).get("body")
-    return body.model_fields if body is not None else ()
+    return [] if body is None else [field.alias or name for name, field in body.model_fields.items()]
 
 
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def known(_request: Request, error: ApiError) -> Response:
-        return error.response()
+    async def known(request: Request, error: ApiError) -> Response:
+        return error.response(request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return of_validation(error.errors(), fields_of(request)).response()
+        return of_validation(error.errors(), fields_of(request)).response(request.scope)
 
     @app.exception_handler(Unsupported)
-    async def unsupported(_request: Request, error: Unsupported) -> Response:
-        return ApiError(400, str(error), "unsupported_field", error.name).response()
+    async def unsupported(request: Request, error: Unsupported) -> Response:
+        return ApiError(400, str(error), "unsupported_field", error.name).response(request.scope)
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:
@@ -189,14 +214,17 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, ApiError):  # of JsonRequest
-            return error.__cause__.response()
+            return error.__cause__.response(request.scope)
         routes = [route.path for route in app.routes if isinstance(route, Route)]
         path = request.url.path
-        return of_status(error.status_code, request.method, path, error.headers, routes).response()
+        refused = of_status(error.status_code, request.method, path, error.headers, routes)
+        return refused.response(request.scope)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, _error: Exception) -> Response:
         # This answer is made around RequestIds. The web server logs the traceback; see of_failure.
         name = request.state.request_id
         logger.error("%s failed, by what nothing foresaw", name)
-        return ApiError(500, FAILED, "internal_server_error", kind=SERVER, headers={HEADER: name}).response()
+        headers = dict.fromkeys(HEADERS, name)
+        failed = ApiError(500, FAILED, "internal_server_error", kind=SERVER, headers=headers)
+        return failed.response(request.scope)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: a status and {"error": {"message", "type", "param", "code"}}."""
+"""Errors: a status and {"error": {"message", "type", "param", "code"}}, or the form that Anthropic has."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi.responses import Response
 
 from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits, NothingAllowed
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 # What programs are told of an error; docs/serve.md says when.
 Code = Literal[
@@ -31,13 +34,28 @@ MEANT: dict[str, Sequence[str]] = {
     **dict.fromkeys((*LENGTHS, "max_new_tokens", "max_length", "n_predict", "num_predict"), LENGTHS),
     **dict.fromkeys(("grammar", "json_schema", "regex", "choice"), ("structured_outputs",)),
     **dict.fromkeys(("enable_thinking", "think", "thinking"), ("chat_template_kwargs",)),
-    "response_format": ("text",),
+    **dict.fromkeys(("response_format", "output_format"), ("text", "output_config", "response_format")),
     "stop_sequences": ("stop",),
+    "stop": ("stop_sequences",),
+    "parallel_tool_calls": ("tool_choice",),
 }
 # How pydantic calls an object of JSON.
 OF_PYTHON = re.compile("a valid dictionary( or object to extract fields from)?")
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.
 IN_VAIN = {"x-should-retry": "false"}
+ANTHROPICS = "/v1/messages"  # this route and those below it have errors in Anthropic's form
+UNTHREADED = "thread_unsupported_request"  # by this its client learns to send all turns itself
+# Its types of errors, by their status; any other is one of the first two, by whose fault it is.
+REFUSED, FAULT = "invalid_request_error", "api_error"
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def json_response(data: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -67,8 +85,20 @@ class ApiError(Exception):
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        return json_response(self.body, self.status, self.headers)
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """Return the body in Anthropic's form, whose client shows the code of `details` to programs."""
+        kind = TYPES.get(self.status, FAULT if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else REFUSED)
+        code = UNTHREADED if self.param == "thread" else self.code
+        details = {"error_code": code, "param": self.param}
+        error = {"type": kind, "message": str(self), "details": details}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def response(self, scope: Scope) -> Response:
+        """Return the answer to the request of this scope, in the form of its route."""
+        body = self.body
+        if scope["path"] == ANTHROPICS or scope["path"].startswith(f"{ANTHROPICS}/"):
+            body = self.anthropic_body(scope["state"]["request_id"])
+        return json_response(body, self.status, self.headers)
 
     def __reduce__(self) -> Any:
         return type(self), (self.status, str(self), self.code, self.param, self.kind, self.headers)
@@ -89,7 +119,8 @@ def format_json(value: object) -> str:
 def unknown_key() -> ApiError:
     return ApiError(
         401,
-        "the API key is missing or wrong: send the server's own as `Authorization: Bearer KEY`",
+        "the API key is missing or wrong: send the server's own as `Authorization: Bearer KEY`, or as "
+        "`x-api-key: KEY`",
         code="invalid_api_key",
         kind="authentication_error",
         headers={"www-authenticate": "Bearer"},
@@ -199,7 +230,8 @@ def is_type_name(part: object) -> bool:
     return isinstance(part, str) and bool(
         re.match(
             r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|(Named|Allowed)Tools?$|"
-            r"(Text|Image|Item|ImageItem)Part$|(Message|Call|Result)Item$)",
+            r"(Text|Image|Item|ImageItem)Part$|(Message|Call|Result)Item$|"
+            r"(Text|Image|ToolUse|ToolResult|Thinking)Block$)",
             part,
         )
     )
@@ -224,10 +256,10 @@ def of_status(
 def remedy_of(path: str, routes: Sequence[str]) -> str:
     """Return what to do about a path that is no route: the base URL of a client may be wrong."""
     versioned = [route for route in routes if route.startswith("/v1/")]
-    if ends := [route for route in versioned if path.endswith(route.removeprefix("/v1"))]:
-        return f"{max(ends, key=len)} is one; end the client's base URL with /v1, right behind the port"
     if (bare := path.removeprefix("/v1")) in routes and bare != "/":
         return f"{bare} is one; leave /v1 out"
+    if ends := [route for route in versioned if path.endswith(route.removeprefix("/v1"))]:
+        return f"{max(ends, key=len)} is one; end the client's base URL with /v1, right behind the port"
     if path.startswith(("/v1/responses/", "/v1/conversations", "/v1/chat/completions/")):
         return "no answer is stored; send all turns with each request"
     if path.startswith("/v1/"):

@@ -88,17 +88,17 @@ class PromptReader:
         with naming(body.source):
             return [read_media(self.model.target, inputs)]
 
-    def shown(self, body: TokenizeRequest) -> list[int]:
+    def shown(self, body: Templated, tools: ToolPlan | None = None) -> list[int]:
         """Return the token ids of a text or a chat; in the places of images they are placeholders."""
-        if body.prompt is not None:
+        if isinstance(body, TokenizeRequest) and body.prompt is not None:
             return self.text_ids(body.prompt, body.add_special_tokens)
-        return ids_of(self.chat_inputs(body))
+        return ids_of(self.chat_inputs(body, tools))
 
     def chat_inputs(self, body: Templated, tools: ToolPlan | None = None) -> Mapping[str, Any]:
         """Return the input_ids [1, L] of a chat, and what the target's towers read if it has images."""
         turns, arguments = turns_of(body.turns, tools, self.choose.calls)
         parts: dict[str, Any] = {
-            "instructions": getattr(body, "instructions", None),
+            **body.preamble,
             "tools": None if tools is None else list(tools.functions),
             body.source: turns,  # last: they may have what the others say
         }

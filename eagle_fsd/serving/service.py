@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
@@ -14,6 +15,7 @@ from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.answers.answer import Answer
+from eagle_fsd.serving.answers.anthropic import MessageAnswer
 from eagle_fsd.serving.answers.completions import Completion
 from eagle_fsd.serving.answers.logprobs import LogprobTables
 from eagle_fsd.serving.answers.responses import ResponseAnswer
@@ -22,6 +24,7 @@ from eagle_fsd.serving.delivery import Deadline, EventStream, Feed, collect, eve
 from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.prompts import PromptReader
+from eagle_fsd.serving.requests.anthropic import MessagesRequest
 from eagle_fsd.serving.requests.completions import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +43,7 @@ from eagle_fsd.text.streamed import StreamedText
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
-AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest
+AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest | MessagesRequest
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ class Service:
         made = (self.settings.name, jobs, choice, read, tables)
         if isinstance(body, ResponsesRequest):
             return ResponseAnswer(*made, body)
+        if isinstance(body, MessagesRequest):
+            return MessageAnswer(*made)
         flags = (body.wants_origins, body.stream_options.include_usage, body.timings_per_token)
         return Completion(*made, chat, *flags)
 
@@ -145,6 +150,12 @@ class Service:
         ids = await self.reader.aside(body, self.reader.shown)
         return {"count": len(ids), "max_model_len": self.model.target.max_positions, "tokens": ids}
 
+    async def count(self, body: MessagesRequest) -> dict[str, Any]:
+        """Return how many tokens the prompt of a request for a message has."""
+        self.require_model(body.model)
+        tools = await asyncio.to_thread(self.choose.plan, body)
+        return {"input_tokens": len(await self.reader.aside(body, self.reader.shown, tools))}
+
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)
         self.choose.require_tokens(body.tokens, "tokens")
@@ -153,12 +164,15 @@ class Service:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The model as /v1/models shows it."""
-        model = self.model
+        """The model as /v1/models shows it, to clients of OpenAI's API and of Anthropic's."""
+        model, name = self.model, self.settings.name
         return {
-            "id": self.settings.name,
+            "id": name,
             "object": "model",
             "created": self.created,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self.created, timezone.utc).isoformat(),
             "owned_by": "eagle_fsd",
             "max_model_len": model.target.max_positions,
             "draft": shown_name(model.ea_model),

@@ -28,6 +28,7 @@ from eagle_fsd.cli.mistakes import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.errors import Code
+from eagle_fsd.serving.requests.anthropic import MessagesRequest
 from eagle_fsd.serving.requests.completions import ChatRequest, CompletionRequest
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 
@@ -85,8 +86,8 @@ def test_the_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_every_field_and_route_and_limit_is_described() -> None:
-    kinds = (ChatRequest, CompletionRequest, ResponsesRequest)
-    fields = {name for kind in kinds for name in kind.model_fields}
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    fields = {one.alias or name for kind in kinds for name, one in kind.model_fields.items()}
     limits = r'"(--max-[a-z-]+|--request-timeout|--cors-origin)"'
     flags = set(re.findall(limits, Path(server.__file__).read_text()))
     assert len(flags) == 6

@@ -17,7 +17,7 @@ from support.tiny_engine import CHAT, tiny_engine
 
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serving.app import create_app
-from eagle_fsd.serving.entry.request_ids import CLIENTS_OWN, HEADER
+from eagle_fsd.serving.entry.request_ids import CLIENTS_OWN, HEADER, HEADERS
 
 URL, THERE = "/v1/chat/completions", "http://there"
 
@@ -49,6 +49,7 @@ def test_every_answer_has_one_of_its_own(
     answers = [client.request(method, path, json=body) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [status] * 2
     ids = [answer.headers[HEADER] for answer in answers]
+    assert ids == [answer.headers["request-id"] for answer in answers]
     assert len(set(ids)) == 2 and all(CLIENTS_OWN.fullmatch(one.encode()) for one in ids)
     assert client.request(method, path, json=body, headers={HEADER: "mine-7"}).headers[HEADER] == "mine-7"
 
@@ -59,7 +60,7 @@ def test_so_has_an_answer_of_the_gate_and_one_to_a_page_of_elsewhere(client: Tes
     asks = {"origin": THERE, "access-control-request-method": "POST"}
     assert client.options(URL, headers=asks).headers[HEADER]
     shown = client.get("/v1/models", headers={"origin": THERE}).headers["access-control-expose-headers"]
-    assert {HEADER, "retry-after", "x-should-retry"} == set(shown.split(", "))
+    assert {*HEADERS, "retry-after", "x-should-retry"} == set(shown.split(", "))
 
 
 @pytest.mark.parametrize("given", ["x" * 129, "", "two words", "tab\there", "\u00e9"])
@@ -95,4 +96,5 @@ def test_a_real_server_says_each_once_also_where_it_was_sent_no_http() -> None:
             with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
                 client.sendall(sent)
                 answer = b"".join(iter(lambda: client.recv(4096), b""))
-            assert answer.lower().count(b"\r\nx-request-id: req_") == 1
+            for header in HEADERS:
+                assert answer.lower().count(f"\r\n{header}: req_".encode()) == 1

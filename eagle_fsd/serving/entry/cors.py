@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_fsd.serving.entry.request_ids import HEADER
+from eagle_fsd.serving.entry.request_ids import HEADERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-READ_BY_CLIENTS = (HEADER, "retry-after", "x-should-retry")  # which a browser hides unless they are named
+READ_BY_CLIENTS = (*HEADERS, "retry-after", "x-should-retry")  # which a browser hides unless they are named
 # Older releases of Starlette do not ask whether a page of the internet may call a private address; newer ones
 # refuse it unless this is set.
 PRIVATE = "allow_private_network"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from eagle_fsd.serving.entry.request_ids import HEADER, new_id
+from eagle_fsd.serving.entry.request_ids import HEADERS, new_id
 from eagle_fsd.serving.errors import ApiError, no_json, too_large, unknown_host, unknown_key
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ class Gate:
             if scope["method"] == "POST" and body:
                 require_json(headers)
         except ApiError as error:
-            await error.response()(scope, receive, count_and_send)
+            await error.response(scope)(scope, receive, count_and_send)
         except asyncio.TimeoutError:
             late = f"the body did not come within {BODY_SECONDS:g} s: send it faster"
-            await ApiError(408, late, "body_timeout").response()(scope, receive, count_and_send)
+            await ApiError(408, late, "body_timeout").response(scope)(scope, receive, count_and_send)
         except ClientLeft:
             pass
         else:
@@ -89,8 +89,11 @@ class Gate:
     def _require_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self.key is None or self.is_open(path):
             return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self.key):
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [bearer] if scheme.lower() == b"bearer" else []  # as OpenAI's clients send it
+        if b"x-api-key" in headers:  # as Anthropic's do
+            given.append(headers[b"x-api-key"])
+        if not any([hmac.compare_digest(one, self.key) for one in given]):
             raise unknown_key()
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
@@ -134,7 +137,9 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvico
         error = ApiError(400, "this is no HTTP request: send HTTP/1.1 without TLS", code="invalid_http")
         body = json.dumps(error.body).encode()
         lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json", f"content-length: {len(body)}"]
-        head = "\r\n".join([*lines, f"{HEADER}: {new_id()}", "connection: close", "", ""]).encode()
+        name = new_id()
+        lines += [f"{header}: {name}" for header in HEADERS]
+        head = "\r\n".join([*lines, "connection: close", "", ""]).encode()
         self.transport.write(head + body)
         self.transport.close()
 

@@ -1,4 +1,4 @@
-"""Every request has an id: its answer says it in a header, and the log names the request by it."""
+"""Every request has an id: its answer says it in headers, and the log names the request by it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 HEADER = "x-request-id"  # OpenAI's clients read it
+HEADERS = (HEADER, "request-id")  # Anthropic's read the other one
 CLIENTS_OWN = re.compile(rb"[!-~]{1,128}")  # a line of the log has no room for others
 
 
@@ -41,7 +42,8 @@ class RequestIds:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 logger.info("%s: %s %s from %s: %d", name, *asked, message["status"])
-                headers = [*message.get("headers", ()), (HEADER.encode(), name.encode())]
+                ids = [(header.encode(), name.encode()) for header in HEADERS]
+                headers = [*message.get("headers", ()), *ids]
                 message = {**message, "headers": headers}
             await send(message)
 

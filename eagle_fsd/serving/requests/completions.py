@@ -93,6 +93,7 @@ class ChatRequest(Endable, Chat, Generation):
     documents: list[Any] = []
     tools: Tools = []
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def require_one_limit(self) -> ChatRequest:
@@ -133,6 +134,10 @@ class ChatRequest(Endable, Chat, Generation):
         if isinstance(self.tool_choice, AllowedTools):
             return self.tool_choice.allowed_tools.mode
         return "required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def several_calls(self) -> bool:
+        return self.parallel_tool_calls is not False
 
     @property
     def template(self) -> dict[str, Any]:

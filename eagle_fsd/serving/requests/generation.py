@@ -95,8 +95,9 @@ class Body(Strict):
     @model_validator(mode="before")
     @classmethod
     def require_modest_fields(cls, data: Any) -> Any:
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items() if isinstance(data, Mapping) else ():
-            if name in cls.model_fields and (excess := excess_of(value)):
+            if name in known and (excess := excess_of(value)):
                 raise ValueError(f"{name} has {excess}: send fewer")
         return data
 
@@ -215,6 +216,11 @@ class Templated(Body):
         """What was said so far."""
 
     @property
+    def preamble(self) -> Mapping[str, str | None]:
+        """What else than the turns' own field says something in them, by the names of its fields."""
+        return {}
+
+    @property
     def has_images(self) -> bool:
         return any(message.images for message in self.turns)
 
@@ -271,12 +277,7 @@ class Endable(Templated):
 
 
 class Chat(Templated, Decoding):
-    """A request for the next turn of a chat.
-
-    parallel_tool_calls: see tools/plan.py, and so for the functions, and whether and which of them is called.
-    """
-
-    parallel_tool_calls: bool | None = None
+    """A request for the next turn of a chat. For its functions and their calls, see tools/plan.py."""
 
     @property
     @abstractmethod
@@ -297,3 +298,8 @@ class Chat(Templated, Decoding):
     @abstractmethod
     def call_choice(self) -> Word | None:
         """Whether functions are called; None: the request does not say."""
+
+    @property
+    @abstractmethod
+    def several_calls(self) -> bool:
+        """Whether an answer may have more than one call."""

@@ -184,3 +184,12 @@ class Message(Cacheable):
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+
+
+def with_instructions(said: str | None, turns: Sequence[Message]) -> Sequence[Message]:
+    """Return turns with these instructions as a system message before them."""
+    if not said:
+        return turns
+    if turns[0].role in ("system", "developer"):  # many templates have one such message, at the beginning
+        said, turns = f"{said}\n\n{turns[0].text}", turns[1:]
+    return [Message(role="system", content=said), *turns]

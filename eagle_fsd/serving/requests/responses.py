@@ -12,7 +12,7 @@ from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.requests.generation import MOST_LOGPROBS, Chat
 from eagle_fsd.serving.requests.items import Items, MessageItem, turns_of_items
-from eagle_fsd.serving.requests.messages import Message
+from eagle_fsd.serving.requests.messages import Message, with_instructions
 from eagle_fsd.serving.requests.unsupported import (
     UNSUPPORTED_RESPONSES,
     WITHOUT_EFFECT_RESPONSES,
@@ -143,6 +143,7 @@ class ResponsesRequest(Chat):
     text: TextOptions = TextOptions()
     tools: FunctionTools = []
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     include: Annotated[list[Includable], Field(fail_fast=True)] = []
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     metadata: Metadata = {}
@@ -159,15 +160,13 @@ class ResponsesRequest(Chat):
             )
         return self
 
+    @property
+    def preamble(self) -> Mapping[str, str | None]:
+        return {"instructions": self.instructions}
+
     @cached_property
     def turns(self) -> Sequence[Message]:
-        turns = turns_of_items(self.input)
-        if not self.instructions:
-            return turns
-        said = self.instructions
-        if turns[0].role in ("system", "developer"):  # many templates have one such message, at the beginning
-            said, turns = f"{said}\n\n{turns[0].text}", turns[1:]
-        return [Message(role="system", content=said), *turns]
+        return with_instructions(self.instructions, turns_of_items(self.input))
 
     @property
     def has_images(self) -> bool:
@@ -192,6 +191,10 @@ class ResponsesRequest(Chat):
         if isinstance(self.tool_choice, AllowedTools):
             return self.tool_choice.mode
         return "required" if isinstance(self.tool_choice, CalledTool) else self.tool_choice
+
+    @property
+    def several_calls(self) -> bool:
+        return self.parallel_tool_calls is not False
 
     @property
     def own_form(self) -> Form | None:

@@ -52,10 +52,13 @@ OF_CLIENTS = (
 )
 WITHOUT_EFFECT = (*OF_CLIENTS, "metadata")
 
+# These go on with an answer that is stored, which none is; and the field that has all turns.
+OF_OTHER_ANSWERS = {"previous_response_id": "input", "conversation": "input", "thread": "messages"}
+
 # The same for /v1/responses, whose answers repeat the metadata.
-OF_OTHER_ANSWERS = ("previous_response_id", "conversation")
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(OF_OTHER_ANSWERS, ()),
+    "previous_response_id": (),
+    "conversation": (),
     "background": (False,),
     "context_management": ([],),
     "max_tool_calls": (),
@@ -67,6 +70,16 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 WITHOUT_EFFECT_RESPONSES = OF_CLIENTS
+
+# The same for /v1/messages. Claude Code sends thinking with every request.
+UNSUPPORTED_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "thread": (),
+}
+WITHOUT_EFFECT_MESSAGES = ("metadata", "thinking", "cache_control", "betas", "diagnostics")
 
 # The fields that do here what unsupported ones ask for.
 IN_PLACE = {
@@ -108,6 +121,6 @@ class Unsupported(Exception):
         if name in IN_PLACE:
             remedy += f", or send {IN_PLACE[name]} in its place"
         if name in OF_OTHER_ANSWERS:
-            remedy = "no answer is stored; send the earlier turns in input"
+            remedy = f"no answer is stored; send the earlier turns in {OF_OTHER_ANSWERS[name]}"
         super().__init__(f"{name} is not supported by this server: {remedy}")
         self.name = name

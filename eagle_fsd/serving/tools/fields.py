@@ -20,7 +20,7 @@ from eagle_fsd.core.config import Form
 from eagle_fsd.text.tool_calls import quoted
 
 MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
-NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64 characters at most, and Anthropic 128
 ANY_OBJECT = {"type": "object"}
 DEEPEST = 100  # levels of JSON: templates and encoders call themselves at each, and schemas have some tens
 MOST_PARTS = 8192  # lists and objects in a field: to check so many messages holds up all streams for 0.2 s

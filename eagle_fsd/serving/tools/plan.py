@@ -67,14 +67,14 @@ def plan_tools(request: Chat, known: CallFormat) -> ToolPlan | None:
         raise wrong_value(message, name)
     # A template that knows functions says how to call them in its own words, tagged or not.
     functions = [one.shown for one in offered]
-    several = request.parallel_tool_calls is not False and request.called is None
+    several = request.several_calls and request.called is None
     if choice != "auto":
         grammar = call_grammar(functions, known, several)
         return ToolPlan(functions, known, Form("grammar", grammar), several, free=False)
     if not known.tagged:
         message = (
-            "tools: the model's chat template writes calls in a way that is not read here; set tool_choice "
-            "to required or name a function, whose call is then forced, or leave tools out"
+            "tools: the model's chat template writes calls in a way that is not read here; force a call with "
+            "tool_choice, or leave tools out"
         )
         raise ApiError(400, message, "unsupported_field", "tools")
     form, answer = None, None if request.form is None else request.form.source
