@@ -32,6 +32,11 @@ TEMPLATE_FIELDS: dict[str, Any] = {
 # The fields that say what stands behind the turns, if that is not the beginning of an answer.
 OTHER_ENDS: dict[str, ChatEnd] = {"continue_final_message": "open", "add_generation_prompt": "closed"}
 LONGEST_WAIT = 60  # seconds
+# Claude Code knows this error by its first words, Anthropic's own, and says the same as the user then.
+LATE_SYSTEM = (
+    "role 'system' is not supported on this model behind the first turn; say it at the beginning, or as the "
+    "user"
+)
 AnyPrompt = Templated | CompletionRequest
 Made = TypeVar("Made")
 
@@ -110,7 +115,7 @@ class PromptReader:
         if seen:
             turns = self.with_images(body, turns)
 
-        def written(asked: Templated) -> Mapping[str, Any]:
+        def written(asked: Templated, turns: Sequence[dict[str, Any]] = turns) -> Mapping[str, Any]:
             said = {**asked.template, **arguments}
             if seen:
                 return self.processed(turns, said)
@@ -120,6 +125,11 @@ class PromptReader:
         try:
             inputs = written(body)
         except ChatRefused as error:
+            first = [turn for place, turn in enumerate(turns) if place == 0 or turn["role"] != "system"]
+            if len(first) < len(turns):
+                with contextlib.suppress(ChatRefused):
+                    written(body, first)
+                    raise wrong_value(f"{body.source}: {LATE_SYSTEM}", body.source) from error
             name, remedy = body.source, f"if no other chat will do, continue a text with {COMPLETIONS}"
             remedy = "change it, or leave images out" if seen else remedy
             if (guilty := field_at_fault(body, written)) is not None:

@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 from support.schema_engine import as_call, schema_engine, writes
 from support.serving import settings
 from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
-from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE
+from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE, tiny_tokenizer
 
-from eagle_fsd import Fuzzy
+from eagle_fsd import EagleFSD, Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.serving.app import create_app
@@ -229,6 +229,23 @@ def test_system_and_blocks_are_the_turns_of_a_chat(client: TestClient, system: A
     assert [turn.text for turn in both.turns] == ["a\n\nb", "Hi"]
 
 
+def test_a_late_system_message_is_refused_in_words_that_claude_code_knows(client: TestClient) -> None:
+    """Where the chat template refuses it, and no other chat that it refuses."""
+    strict = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    whole, tokenizer = tiny_engine(), tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{{ message['role'] }}", f"{strict}{{{{ message['role'] }}}}")
+    model = EagleFSD(whole.target, whole.drafter, tokenizer, base_model=NAME)
+    late = {"messages": [*CHAT, {"role": "system", "content": "Be short."}], "system": "Be kind."}
+    assert ask(client, **late)["stop_reason"] == "max_tokens"
+    with TestClient(create_app(model, settings())) as client:
+        for path in (URL, COUNT):
+            error = client.post(path, json=late).json()["error"]
+            assert error["message"].startswith("messages: role 'system' is not supported on this model ")
+        assert ask(client, messages=CHAT, system="Be kind.")["stop_reason"] == "max_tokens"
+        tokenizer.chat_template = "{{ raise_exception('never') }}"
+        assert "refuses this chat (never)" in client.post(URL, json=late).json()["error"]["message"]
+
+
 @pytest.mark.parametrize("form", [CallFormat(known=True, tagged=True), OWN_FORMAT], ids=["known", "unknown"])
 def test_calls_and_results_are_those_of_a_chat(form: CallFormat) -> None:
     """Also where text stands between results, which keep the names of their functions."""
@@ -418,6 +435,8 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"stop_sequences": ["x"] * 17}, "stop_sequences", "at most 16 items"),
         ({"stop": ["x"]}, "stop", "write stop_sequences"),
         ({"n": 2}, "n", "is not a field"),
+        ({"response_format": {}}, "response_format", "write output_config"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens", "write max_tokens"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "write tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools",
          "has one of type 'web_search_20250305'"),
@@ -479,10 +498,7 @@ def test_errors_have_anthropics_form_and_types(client: TestClient) -> None:
         "request_too_large",
         "body_too_large",
     )
-    assert (
-        "error" in client.post("/v1/messagesx", json={}).json()
-        and "leave /v1 out" in (client.post(f"/v1{URL}", json={}).json()["error"]["message"])
-    )
+    assert set(client.post(f"{URL}x", json={}).json()) == {"error"}  # OpenAI's form
     with TestClient(create_app(tiny_engine(), settings(key="secret"))) as locked:
         body = {"messages": CHAT, "max_tokens": 1}
         for wrong in ({}, {"x-api-key": "other"}, {"x-api-key": ""}, {"authorization": "secret"}):
