@@ -25,6 +25,7 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.entry.json_body import read_json
 from eagle_fsd.serving.prompts import PromptReader
+from eagle_fsd.serving.requests.anthropic import MessagesRequest
 from eagle_fsd.serving.requests.completions import (
     ChatRequest,
     CompletionRequest,
@@ -135,6 +136,7 @@ def test_an_unknown_field_is_refused_with_the_one_that_is_meant(
         ("/chat/completions", "/v1/chat/completions is one; end the client's base URL with /v1"),
         ("/v1/v1/responses", "/v1/responses is one; "),
         (f"{CHATS}/chat/completions", "/v1/chat/completions is one; "),
+        ("/v1/v1/messages", "/v1/messages is one; leave /v1 out"),
         ("/v1/tokenize", "/tokenize is one; leave /v1 out"),
         ("/v1/health", "/health is one; leave /v1 out"),
         ("/v1/embeddings", "it writes texts alone; ask another server"),
@@ -249,6 +251,13 @@ UNKNOWN: Any = dict.fromkeys(map(str, range(1000)), "x")
         (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_text"}] * 1000}]}),
         (ResponsesRequest, {"input": "Hi", "tools": [{"type": "function"}] * 1000}),
         (ResponsesRequest, {"input": "Hi", "include": MANY}),
+        (MessagesRequest, {"messages": MANY}),
+        (MessagesRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * 1000}]}),
+        (MessagesRequest, {"messages": CHAT, "system": [{"type": "text"}] * 1000}),
+        (MessagesRequest, {"messages": CHAT, "tools": MANY}),
+        (MessagesRequest, {"messages": CHAT, "tools": [{"allowed_callers": [""] * 1000}]}),
+        (MessagesRequest, {"messages": CHAT, "stop_sequences": [""] * 1000}),
+        (MessagesRequest, {"messages": CHAT, "context_management": {"edits": MANY}}),
         (ChatRequest, {"messages": CHAT, **UNKNOWN}),
         (ChatRequest, {"messages": CHAT, "tools": [{"type": "function", "function": UNKNOWN}]}),
         (ChatRequest, {"messages": CHAT, "logit_bias": UNKNOWN | {f"{name}0": "x" for name in UNKNOWN}}),
@@ -272,6 +281,8 @@ def test_of_many_parts_that_are_wrong_the_first_is_looked_at(kind: type[BaseMode
         (TokenizeRequest, {"messages": CHAT * 8200}, "messages"),
         (CompletionRequest, {"prompt": [[1]] * 8200}, "prompt"),
         (ResponsesRequest, {"input": CHAT * 8200}, "input"),
+        (MessagesRequest, {"messages": CHAT * 8200}, "messages"),
+        (MessagesRequest, {"messages": CHAT, "stop_sequences": [[]] * 8200}, "stop_sequences"),
     ],
 )  # fmt: skip
 def test_a_field_has_a_bounded_number_of_parts(kind: type[BaseModel], body: Any, field: str) -> None:

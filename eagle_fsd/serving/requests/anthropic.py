@@ -53,7 +53,7 @@ class InputTool(Strict):
     input_schema: dict[str, Any]
     strict: bool | None = None
     defer_loading: Literal[False] = False
-    allowed_callers: list[Literal["direct"]] = []
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] = []
 
     @property
     def function(self) -> Function:
