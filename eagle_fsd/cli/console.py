@@ -46,7 +46,7 @@ LM_EVAL = "eagle_fsd.integrations.lm_eval"
 COMMANDS: dict[str, Command | Group] = {
     "generate": Command("eagle_fsd.generate:main", "answer prompts; `eagle-fsd TEXT` does the same"),
     "chat": Command("eagle_fsd.chat:main", "chat in the terminal"),
-    "serve": Command("eagle_fsd.serve:main", "answer over HTTP, to clients of OpenAI's API"),
+    "serve": Command("eagle_fsd.serve:main", "answer over HTTP, to clients of OpenAI's and Anthropic's APIs"),
     "train": Group(
         "make text, features and draft heads",
         {
