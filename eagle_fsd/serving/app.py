@@ -77,9 +77,8 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={
-            "4XX": {"description": "An error in OpenAI's or Anthropic's form"}
-        },  # else FastAPI tells of its own, 422
+        # Without this FastAPI tells of its own, 422.
+        responses={"4XX": {"description": "An error in OpenAI's or Anthropic's form"}},
     )
     app.state.service = service
     app.router.route_class = JsonRoute
@@ -133,12 +132,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         card = service.card
-        ends = {
-            "first_id": card["id"],
-            "last_id": card["id"],
-            "has_more": False,
-        }  # Anthropic's client reads them
-        return {"object": "list", "data": [card], **ends}
+        of_anthropic = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+        return {"object": "list", "data": [card], **of_anthropic}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

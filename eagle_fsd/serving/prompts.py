@@ -125,10 +125,10 @@ class PromptReader:
         try:
             inputs = written(body)
         except ChatRefused as error:
-            first = [turn for place, turn in enumerate(turns) if place == 0 or turn["role"] != "system"]
-            if len(first) < len(turns):
+            early = [turn for place, turn in enumerate(turns) if place == 0 or turn["role"] != "system"]
+            if len(early) < len(turns):
                 with contextlib.suppress(ChatRefused):
-                    written(body, first)
+                    written(body, early)
                     raise wrong_value(f"{body.source}: {LATE_SYSTEM}", body.source) from error
             name, remedy = body.source, f"if no other chat will do, continue a text with {COMPLETIONS}"
             remedy = "change it, or leave images out" if seen else remedy
