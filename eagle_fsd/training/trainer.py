@@ -132,8 +132,7 @@ class Trainer:
         self.resumed_at = 0  # the step that this process began with
         self.stop = 0  # the signal that asked for it
         # On a CPU nothing overlaps, and the loss of a step is known when it ends.
-        cpu = self.device.type == "cpu"
-        self.ahead, self.report_every = (0, 1) if cpu else (AHEAD, REPORT_EVERY)
+        self.ahead, self.report_every = (0, 1) if self.device.type == "cpu" else (AHEAD, REPORT_EVERY)
         self.unread: list[Report] = []
 
     def progress(self) -> float:
@@ -234,10 +233,7 @@ class Trainer:
         total = None if self.config.minutes else math.ceil(self.config.epochs * self.steps_per_epoch)
         bar = tqdm(total=total, initial=self.step, unit="step", mininterval=10, disable=not shown)
         with stop_on_signals(self), bar, closing(self.lessons()) as lessons:
-            while True:
-                self.agree()
-                if self.stop or self.progress() >= 1:
-                    break
+            while not self.ends():
                 started = time.monotonic()
                 report = self.train_step(next(lessons))
                 self.seconds += time.monotonic() - started
@@ -262,12 +258,18 @@ class Trainer:
             self.save()
         return result
 
-    def agree(self) -> None:
-        """Let all processes follow one clock and end together."""
+    def ends(self) -> bool:
+        """Return whether the run ends here, by its schedule or by a signal to any of its processes.
+
+        To agree on that and on one clock waits for a GPU. Without a clock they do so where losses are read.
+        """
         if self.accelerator.num_processes > 1:
+            if not (self.config.minutes or self.step % self.report_every == 0 or self.progress() >= 1):
+                return False
             mine = torch.tensor([[float(self.stop), self.seconds]], device=self.device)
             stop, seconds = self.accelerator.gather(mine).amax(0).tolist()
             self.stop, self.seconds = int(stop), seconds
+        return bool(self.stop) or self.progress() >= 1
 
     def evaluate_and_keep(self) -> dict[str, Any]:
         """Keep the head with the best expected chain length, and log the held-out accuracy.

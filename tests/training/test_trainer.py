@@ -363,7 +363,7 @@ def test_processes_follow_the_latest_clock_and_any_signal(
     trainer.stop, trainer.seconds = mine
     both = lambda own: torch.cat((own, torch.tensor([other], dtype=own.dtype)))  # noqa: E731
     trainer.accelerator = SimpleNamespace(num_processes=2, gather=both)
-    trainer.agree()
+    assert trainer.ends()
     assert (trainer.stop, trainer.seconds) == (max(mine[0], other[0]), 9.0)
 
 
@@ -373,8 +373,9 @@ def test_a_run_that_is_stopped_evaluates_nothing_more(
     """It would take minutes, of which a machine that shuts down gives few."""
     trainer = trainer_for(tmp_path, FAST)
     monkeypatch.setattr(trainer_module, "evaluate", lambda *_: pytest.fail("it evaluates"))
-    monkeypatch.setattr(trainer, "agree", lambda: setattr(trainer, "stop", 15 * (trainer.step == 2)))
-    assert trainer.run() == {} and read_checkpoint(tmp_path / CHECKPOINT, "step")["step"] == 2
+    step = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", lambda share: (step(share), setattr(trainer, "stop", 15))[0])
+    assert trainer.run() == {} and read_checkpoint(tmp_path / CHECKPOINT, "step")["step"] == 1
     assert not (tmp_path / BEST).exists()
 
 
