@@ -72,9 +72,10 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
     """
     depth = held_out.depth
     positions = torch.zeros(depth)  # drafts that reach the step
-    hits = torch.zeros(2, depth)  # top1, topk
-    reached = torch.zeros(2, depth)  # chains that are still right: top1, topk
-    arrived = torch.zeros(depth)  # chains that were right before
+    # The others are counted where the head is, so that the host waits for little but places.
+    hits = torch.zeros(2, depth, device=embedding.device)  # top1, topk
+    reached = torch.zeros_like(hits)  # chains that are still right: top1, topk
+    arrived = torch.zeros_like(hits[0])  # chains that were right before
     for sequence, greedy in zip(held_out.sequences, held_out.greedy, strict=True):
         if len(sequence.tokens) < 3:
             continue
@@ -91,12 +92,13 @@ def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> di
             right = held_out.best(prediction[0, where], k) == goal[where, None]
             top = torch.stack((right[:, 0], right.any(-1)))  # [2, N]
             positions[step] += len(where)
-            hits[:, step] += top.sum(1).cpu()
-            arrived[step] += int(alive[0, where].sum())
+            hits[:, step] += top.sum(1)
+            arrived[step] += alive[0, where].sum()
             still = torch.zeros_like(alive)
             still[:, where] = top & alive[:, where]
-            reached[:, step] += still.sum(1).cpu()
+            reached[:, step] += still.sum(1)
             alive = F.pad(still & followed, (1, 0))[:, :-1]  # the draft at index j is the one of j - 1 then
+    hits, reached, arrived = hits.cpu(), reached.cpu(), arrived.cpu()
     hits, whole = hits / positions.clamp_min(1), reached / positions.clamp_min(1)
     rounded = lambda values: [round(float(value), 4) for value in values]  # noqa: E731
     return {
