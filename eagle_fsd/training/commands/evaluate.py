@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.engine import EagleFSD
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if tree.total_tokens == 1:
             raise ValueError("tree 1 has no drafts to look at: give a larger one, 16/5/8")
         require_folder("--output", arguments.output)
-        made_by = provenance()  # now: the checkout may change while the prompts are answered
+        # Now: the checkout may change while the prompts are answered.
+        made_by = provenance(resolve_device(arguments.device))
         engine = load_engine(arguments)
         if not isinstance(engine.drafter, EagleSpec | Eagle3Spec):
             raise ValueError(

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
             "counted": int(learned.counts.sum()),
             "distinct": int((learned.counts > 0).sum()),
             "coverage": learned.coverage(tokens),
-            **provenance(),
+            **provenance(torch.device("cpu")),
         }
         hub.save_head(head.restrict(tokens, own), folder, extra, dtype)
         write_atomically(folder / "draft_vocabulary.json", json.dumps(record, indent=1) + "\n")

@@ -160,7 +160,7 @@ def write(args: argparse.Namespace) -> None:
     prompts += without_overlap(written, args.exclude)
     require_prompts(prompts)
     rows = answer_prompts(target, tokenizer, prompts, plan, args.output)
-    record = provenance() | {"base_model": source.name, "rows": len(rows)}
+    record = provenance(target.device) | {"base_model": source.name, "rows": len(rows)}
     write_atomically(beside(args.output, ".provenance.json"), json.dumps(record, indent=1) + "\n")
     complete = sum(row["complete"] for row in rows)
     usable = len(given) + len(written)

@@ -56,7 +56,8 @@ def finish(
     layers: of the target.
     """
     run = digest_run(trainer.identity)
-    record |= {**provenance(), "run": run, "steps": trainer.step, "training_seconds": round(trainer.seconds)}
+    about = provenance(trainer.device)
+    record |= {**about, "run": run, "steps": trainer.step, "training_seconds": round(trainer.seconds)}
     if trainer.stop:
         record["stopped"] = True
         logger.warning("stopped at step %d: the same command continues from there", trainer.step)
@@ -69,7 +70,7 @@ def finish(
         require_export(args.export, args.output, trainer.identity)  # somebody may have come first
         trainer.head.load_state_dict(best["head"])
         extra = {TRAINED_FOR: record[TRAINED_FOR]} if record[TRAINED_FOR] else {}
-        note = functools.partial(note_export, args.output, run, args.export, best["step"])
+        note = functools.partial(note_export, args.output, run, args.export, best["step"], about)
         if isinstance(trainer.head, Eagle3Head):
             names = (layers, args.layout, torch.float16, args.base_model, extra)
             hub.save_eagle3_head(trainer.head, args.export, *names, written=note)
@@ -94,14 +95,18 @@ def exports_of(output: Path, run: str | None) -> list[dict[str, Any]]:
     return [row for row in rows if run is None or row.get("run") == run]
 
 
-def note_export(output: Path, run: str, folder: Path, step: int, written: Path) -> None:
+def note_export(
+    output: Path, run: str, folder: Path, step: int, about: Mapping[str, Any], written: Path
+) -> None:
     """Note that a run exports its head of this step into a folder. written: where its files are now.
+
+    about: the provenance of the call.
 
     A head is noted before it is in its place: whenever the run is killed, it knows its own files there.
     """
     path, digests = output / EXPORTS, head_digests(find_head_file(written, str(written)))
     drop_torn_line(path)
-    append_row(path, {"run": run, "step": step, "folder": str(folder), **digests, **provenance()})
+    append_row(path, {"run": run, "step": step, "folder": str(folder), **digests, **about})
 
 
 def require_export(folder: Path, output: Path, identity: Mapping[str, Any] | None) -> None:
