@@ -56,6 +56,9 @@ class There(Tensor):
     def __repr__(self) -> str:
         return f"There({self.held!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a file says where a tensor was, and is read to the CPU
+        return self.held.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{op} runs outside the pretended GPU")
@@ -106,6 +109,8 @@ class PretendedGPU(TorchDispatchMode):
         here = [one for one in given if not isinstance(one, There)]
         there = len(here) < len(given)
         asked = kwargs.get("device")
+        if there and asked is not None and torch._C._current_graph_task_id() >= 0:
+            asked = None  # a gradient's, whose options name what torch itself takes the device to be
         goes = is_there(asked) or (there and asked is None)
         if name in ("aten::_to_copy", "aten::copy_"):
             source = args[1] if name == "aten::copy_" else args[0]
@@ -157,6 +162,10 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if (draws := kwargs.get("generator")) is not None:
+            goes = is_there(kwargs.get("device")) or any(isinstance(one, There) for one in tensors(args))
+            if is_there(draws.device) != goes:
+                raise RuntimeError(f"{func.__name__}: the generator is of {draws.device}")
         if func in MAKES and is_there(kwargs.get("device")):
             del kwargs["device"]
             self.gpu.wait(func.__name__)
