@@ -7,7 +7,13 @@ from typing import Any
 
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.tiles.layout import tiles_of
-from eagle_fsd.runtime.openvino.weight_formats import Blocks, multiply_blocks
+from eagle_fsd.runtime.openvino.weight_formats import FEW_BITS, Blocks, multiply_blocks
+
+
+def operator_of(weight_format: str) -> str | None:
+    """Return the name of the compiled operator that multiplies in a format; None: OpenVINO does."""
+    found = library.operator() if weight_format in FEW_BITS else None
+    return None if found is None else found.parent.name
 
 
 def multiply_tiles(rows: Any, blocks: Blocks) -> Any:
