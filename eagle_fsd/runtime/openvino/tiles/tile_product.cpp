@@ -27,6 +27,7 @@ namespace {
 
 constexpr int TILE = 16, CHUNK = 32, MOST = 8;  // MOST: rows that are multiplied together
 constexpr int64_t LINE = 64;                    // bytes of a cache line, and of TILE times 4 weights
+constexpr int64_t AHEAD = 5120;                 // bytes between what is multiplied and what is fetched
 
 // How a ggml type keeps weights: w = scale * (integer - CENTRE) + minimum.
 enum Scales { IN_8_BITS, IN_16_BITS, IN_32_BITS };  // those in 8 bits are of a span's own scale in 16 bits
@@ -283,7 +284,7 @@ void multiply_lanes(const uint8_t* tile, int64_t columns, int64_t span, const Ro
             Ints weights[8];
             unpack<K::high>(plane + 4 * first, weights);
             for (int64_t line = 0; line < K::PLANE; line += LINE)
-                _mm_prefetch(reinterpret_cast<const char*>(plane + 2048 + line), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(plane + AHEAD + line), _MM_HINT_T0);
             Floats scale[PARTS], minimum = zero();
             for (int p = 0; p < PARTS; ++p, scales += K::STEP)
                 scale[p] = read(scales, d, std::integral_constant<bool, !K::MINIMA>{});
