@@ -35,7 +35,8 @@ from eagle_fsd.target.session import TargetSession
 CONTEXTS = (128, 256, 1024, 4096, 8000)
 NODES = (1, 4, 8, 16)
 LARGE = 512 * 2**20  # bytes, more than any cache
-SQUARE = 2048
+SQUARE = 2048  # rows of a matrix
+ON_A_GPU = 8192  # there, since fewer would take it no longer than to start the product
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,10 +84,11 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Time sums over a large tensor, and products of large square matrices in this dtype, on this device."""
     block = torch.ones(LARGE // 4, device=device)
     bandwidth = LARGE / median_seconds(block.sum, device)
-    left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
-    layer = nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype))
-    pack_linears(layer, measure_fastest_backend(layer, [SQUARE])[0])
-    return Machine(bandwidth, 2 * SQUARE**3 / median_seconds(lambda: layer(left), device))
+    square = SQUARE if device.type == "cpu" else ON_A_GPU
+    left = torch.randn(square, square, device=device).to(dtype)
+    layer = nn.Sequential(nn.Linear(square, square, bias=False, device=device, dtype=dtype))
+    pack_linears(layer, measure_fastest_backend(layer, [square])[0])
+    return Machine(bandwidth, 2 * square**3 / median_seconds(lambda: layer(left), device))
 
 
 class Behind(NamedTuple):

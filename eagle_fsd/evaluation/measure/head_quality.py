@@ -7,6 +7,7 @@ greedy, takes the token there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class DraftObserver:
     """An observer of lossless texts that notes how the drafts compare with the target's choice.
 
     confidence, taken: of every drafted node. reached, right: by depth, the nodes on the target's own path
-    that have a draft distribution, and in how many the target's token is among the draft's best TOP.
+    that have a draft distribution, and in how many the target's token is among the draft's best TOP. seconds:
+    what observing took.
     """
 
     def __init__(self, depth: int) -> None:
@@ -35,8 +37,15 @@ class DraftObserver:
         self.taken: list[Tensor] = []
         self.reached = torch.zeros(depth, dtype=torch.int64)
         self.right = torch.zeros(len(TOP), depth, dtype=torch.int64)
+        self.seconds = 0.0
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        start = time.perf_counter()
+        self.see(verified)
+        self.seconds += time.perf_counter() - start
+
+    def see(self, verified: Verified) -> None:
+        """Note the drafts of a step. On a GPU the host waits for them."""
         tree = verified.tree
         wanted = verified.logits.argmax(-1)  # [B, N] the target's token at every node
         parents = tree.parents.clamp(min=0)
@@ -86,6 +95,7 @@ def observe(
     bins, error = calibration(torch.cat(seen.confidence), torch.cat(seen.taken))
     shares = seen.right / seen.reached.clamp(min=1)
     right = {count: shares[row].tolist() for row, count in enumerate(TOP)}
+    total.seconds -= seen.seconds
     speed = (total.tau, total.tokens_per_second, total.accept_histogram)
     return HeadReport(right, seen.reached.tolist(), bins, error, *speed), answers
 
