@@ -172,8 +172,8 @@ class Calls(TorchFunctionMode):
             return There(func(*tree_map(held, args), **kwargs))
         if func in MOVES:
             return self.moved(func, args, kwargs)
-        if func is Tensor.data_ptr and isinstance(args[0], There):
-            return args[0].held.data_ptr()
+        if func in (Tensor.data_ptr, Tensor.untyped_storage) and isinstance(args[0], There):
+            return func(args[0].held)
         if func is Tensor.tolist and isinstance(args[0], There):
             self.gpu.wait("tolist")
             return args[0].held.tolist()
