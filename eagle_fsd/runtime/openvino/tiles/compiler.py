@@ -26,6 +26,7 @@ from eagle_fsd.files.provenance import processor_flags
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("tile_product.cpp")
+SOURCES = (SOURCE, SOURCE.with_name("registers.hpp"))
 LIBRARY = "tile_product.so"
 OPERATORS = KeptFolders("operators", LIBRARY)
 OFF = "EAGLE_FSD_NO_OPERATORS"  # any value but "" and "0" leaves all products to OpenVINO
@@ -83,7 +84,8 @@ def operator_folder() -> Path | None:
     if (package := openvino_folder()) is None:
         return None
     release = importlib.metadata.version("openvino")
-    parts = (SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), str(package), release)
+    code = (path.read_text(encoding="utf-8") for path in SOURCES)
+    parts = (*code, " ".join(FLAGS), str(package), release)
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     try:
         return OPERATORS.root() / f"{mine}-{key}"
@@ -113,6 +115,7 @@ def compile_into(folder: Path) -> None:
         command = [*compiler.split(), *FLAGS, *level_flags(folder.name.partition("-")[0])]
         command += [f"-I{headers}", f"-I{headers / 'tbb'}"]
         command += [str(SOURCE), *map(str, linked), f"-Wl,-rpath,{libraries}", "-o", str(partial / LIBRARY)]
+        logger.info("products with few bits are compiled for this processor, once: that takes some seconds")
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         if done.returncode:
             raise ValueError(f"{compiler} failed ({one_line(done.stderr or done.returncode, 200)})")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.tiny_gguf import plain_rows, random_rows
 
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.gguf_blocks import unpack
+from eagle_fsd.runtime.openvino.network import Request
 from eagle_fsd.runtime.openvino.tiles import compiler
 from eagle_fsd.runtime.openvino.tiles.layout import SPANS, tiles_of
 from eagle_fsd.runtime.openvino.tiles.product import multiply_tiles
@@ -43,7 +47,7 @@ def weight_of(kind: str, rows: int, columns: int) -> tuple[np.ndarray, Blocks]:
     return plain_rows(kind, packed), unpack(kind, packed)
 
 
-def product_of(blocks: Blocks, columns: int, threads: int = 2) -> object:
+def product_of(blocks: Blocks, columns: int, threads: int = 2) -> Any:
     rows = ops.parameter([-1, -1, columns], np.float32)
     model = openvino.Model([multiply_tiles(rows, blocks)], [rows], "product")
     assert [node.get_type_name() for node in model.get_ordered_ops()].count("TileProduct") == 1
@@ -89,6 +93,25 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
     alone = product_of(blocks, 512, threads=1)
     for begin, end in ((0, 1), (3, 5), (5, 12), (7, 19)):
         assert np.array_equal(alone(rows[:, begin:end])[0], whole[:, begin:end])
+
+
+def test_several_threads_do_not_disturb_each_other() -> None:
+    _, blocks = weight_of("Q4_1", 400, 512)
+    compiled = product_of(blocks, 512)
+    given = [numbers(1, count, 512, seed=count) for count in (1, 3, 8, 20)]
+    wanted = [compiled(rows)[0].copy() for rows in given]
+
+    def work(place: int) -> bool:
+        request = Request(compiled)
+        for _ in range(100):
+            request.give(0, torch.from_numpy(given[place]))
+            request.infer.infer()
+            if not np.array_equal(request.infer.output_tensors[0].data, wanted[place]):
+                return False
+        return True
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        assert all(pool.map(work, range(len(given))))
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "int8"])
