@@ -12,7 +12,7 @@ from support.gpu_twins import LEVELS, LISTS, TREE, Twins
 from support.media_families import media_kinds, tiny_media_model
 from support.media_prompts import BY_AXES, PLACES, with_images
 from support.tiny_models import attention_of, tiny_model
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from eagle_fsd import EagleFSD, PromptCache
 from eagle_fsd.core.checks import one_line
@@ -28,9 +28,15 @@ CHOSEN = ("gemma2", "llama4", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1", 
 NOT_THERE = (ValueError, ImportError, AttributeError, TypeError, KeyError, RuntimeError, AssertionError)
 # These models' own forwards wait for the device, in transformers' code.
 WAITING = {"dbrx", "falcon", "jetmoe", "longcat_flash", "phimoe", "step3p7"}
+RECURRENT = ("qwen3_5", "falcon_h1", "jamba")
+NEEDS_STATES = pytest.mark.skipif(
+    not hasattr(Cache, "get_conv_state"), reason="transformers is older than 5.22"
+)
 
 
-@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=NEEDS_STATES if one in RECURRENT else ()) for one in CHOSEN]
+)
 def test_a_step_of_a_family_waits_for_its_verdict_and_its_lists(family: str) -> None:
     both = Twins(partial(tiny_model, family, attention_of(family)))
     both.steps(LISTS | LEVELS, PROMPTS, max_new_tokens=6)
