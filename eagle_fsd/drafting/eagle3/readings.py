@@ -74,8 +74,9 @@ def chain_loss(head: Eagle3Head, target: HeadVerifier, tokens: Tensor, features:
         else:
             seen = places[:, None] >= places
         slot_positions = torch.cat([places + passed for passed in range(step + 1)])[None]
+        embeddings = predictor.vocabulary.embed(tokens[None, step + 1 :])
         states = predictor.forward(
-            states[:, :left], tokens[None, step + 1 :], places[None, :left] + step, seen[None], slot_positions
+            states[:, :left], embeddings, places[None, :left] + step, seen[None], slot_positions
         )
         wanted = columns[tokens[step + 2 :]]  # what chain j drafts next is token j + step + 2
         log_q = predictor.log_q(states[0, : len(wanted)])
