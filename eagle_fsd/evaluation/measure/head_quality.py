@@ -7,7 +7,6 @@ greedy, takes the token there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,35 +16,29 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.observers import TimedObserver
 from eagle_fsd.evaluation.prompt_sets import answer_all
 
 BINS = 10
 TOP = (1, 3)  # how many of the draft's best tokens count as right
 
 
-class DraftObserver:
+class DraftObserver(TimedObserver):
     """An observer of lossless texts that notes how the drafts compare with the target's choice.
 
     confidence, taken: of every drafted node. reached, right: by depth, the nodes on the target's own path
-    that have a draft distribution, and in how many the target's token is among the draft's best TOP. seconds:
-    what observing took.
+    that have a draft distribution, and in how many the target's token is among the draft's best TOP.
     """
 
     def __init__(self, depth: int) -> None:
+        super().__init__()
         self.depth = depth
         self.confidence: list[Tensor] = []
         self.taken: list[Tensor] = []
         self.reached = torch.zeros(depth, dtype=torch.int64)
         self.right = torch.zeros(len(TOP), depth, dtype=torch.int64)
-        self.seconds = 0.0
 
-    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        start = time.perf_counter()
-        self.see(verified)
-        self.seconds += time.perf_counter() - start
-
-    def see(self, verified: Verified) -> None:
-        """Note the drafts of a step. On a GPU the host waits for them."""
+    def observe(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         tree = verified.tree
         wanted = verified.logits.argmax(-1)  # [B, N] the target's token at every node
         parents = tree.parents.clamp(min=0)

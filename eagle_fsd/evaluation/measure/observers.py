@@ -33,24 +33,38 @@ from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 
-class Meter(ABC):
-    """An observer of a batch, with fields of each row's JSON object. seconds: what observing it took.
+class TimedObserver(ABC):
+    """An observer of steps whose time can be taken out of theirs. seconds: what observing took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        start = time.perf_counter()
+        self.observe(verified, verdict, emitted)
+        self.seconds += time.perf_counter() - start
+
+    @abstractmethod
+    def observe(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        """Take in a step; see Observer. On a GPU the host may wait for it."""
+
+
+class Meter(TimedObserver):
+    """An observer of a batch, with fields of each row's JSON object.
 
     tokens: by row, how many it has got so far.
     """
 
     def __init__(self, rows: int) -> None:
-        self.seconds = 0.0
+        super().__init__()
         self.tokens = [0] * rows
         self._log_p = torch.zeros(rows, dtype=torch.float64)
 
-    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        start = time.perf_counter()
+    def observe(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         self.see(verified, verdict, emitted)
         self._log_p[list(emitted)] += emitted_log_p(verified, verdict, emitted).cpu()
         for row, count in emitted.items():
             self.tokens[row] += count
-        self.seconds += time.perf_counter() - start
 
     @abstractmethod
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
