@@ -10,7 +10,7 @@ vocabulary, and behind them what the texts have beside it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import ClassVar, Protocol, TypeVar
@@ -182,8 +182,7 @@ class EaglePredictor:
         # Pair j is in slot j, at position j.
         slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
         visible = within_training(visible, slots, slot_positions, self.head.config.longest_trained)
-        embed = self.vocabulary.embed
-        embeddings = embed(tokens) if media is None else media.embed(tokens, embed)
+        embeddings = embed_prompts(tokens, self.vocabulary.embed, media)
         return self._forward(features, embeddings, slots, visible)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
@@ -253,6 +252,11 @@ def require_float32(dtype: torch.dtype, runtime: OpenVINO) -> None:
             f"the head is in {str(dtype).removeprefix('torch.')} and the target's runtime is {runtime.name}: "
             "its graphs take a head in float32; leave head_dtype out, or use runtime torch (--runtime torch)"
         )
+
+
+def embed_prompts(tokens: Tensor, embed: Callable[[Tensor], Tensor], media: Embedder | None) -> Tensor:
+    """Return embeddings [B, n, d] of prompts' ids [B, n]. media: embeds those of images, if there are any."""
+    return embed(tokens) if media is None else media.embed(tokens, embed)
 
 
 def new_pairs(seen: Seen, cache: KVCache, first: bool) -> tuple[Tensor, Tensor, Sequence[int]]:

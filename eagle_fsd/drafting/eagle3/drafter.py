@@ -25,6 +25,7 @@ from eagle_fsd.drafting.eagle3.graph import Eagle3Graph
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import (
     HeadVerifier,
+    embed_prompts,
     new_pairs,
     require_equal,
     require_float32,
@@ -168,8 +169,7 @@ class Eagle3Predictor:
         slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
         fc = None if self.graph is None else self.graph.fc
         states = self.head.project(features.to(self.head.dtype), fc)
-        embed = self.vocabulary.embed
-        embeddings = embed(tokens) if media is None else media.embed(tokens, embed)
+        embeddings = embed_prompts(tokens, self.vocabulary.embed, media)
         return self.forward(states, embeddings, slots, visible, slot_positions)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
