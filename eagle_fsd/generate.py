@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eagle_fsd.decoding.options import GenerationOptions
+    from eagle_fsd.decoding.outputs import GenerationOutput
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
 
@@ -121,8 +122,7 @@ def answer_prompt(
         out.flush()
     if args.baseline and not answer.interrupted:
         try:
-            alone = input_ids if inputs is None else inputs["input_ids"]
-            output = model.target_alone(alone, whole, for_target_alone(options), inputs=inputs)
+            output = run_baseline(model, input_ids, options, inputs)
             answer.baseline, answer.baseline_ids = output.stats[0], output.new_tokens[0]
         except KeyboardInterrupt:
             answer.interrupted = True
@@ -133,12 +133,18 @@ def warm_up(
     model: EagleFSD, input_ids: Tensor, options: GenerationOptions, inputs: Mapping[str, Any] | None
 ) -> None:
     """Run a few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
-    whole = input_ids.new_ones(input_ids.shape)
     few = replace(options, max_new_tokens=min(4, options.max_new_tokens), min_new_tokens=0)
     with raise_user_errors():
-        model.generate(input_ids, whole, few)
-        alone = input_ids if inputs is None else inputs["input_ids"]
-        model.target_alone(alone, whole, for_target_alone(few), inputs=inputs)
+        model.generate(input_ids, input_ids.new_ones(input_ids.shape), few)
+        run_baseline(model, input_ids, few, inputs)
+
+
+def run_baseline(
+    model: EagleFSD, input_ids: Tensor, options: GenerationOptions, inputs: Mapping[str, Any] | None
+) -> GenerationOutput:
+    """Run the target alone on a prompt [1, L]. inputs: what the processor made of it, if it has images."""
+    alone = input_ids if inputs is None else inputs["input_ids"]
+    return model.target_alone(alone, alone.new_ones(alone.shape), for_target_alone(options), inputs=inputs)
 
 
 def for_target_alone(options: GenerationOptions) -> GenerationOptions:

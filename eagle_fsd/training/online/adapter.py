@@ -144,8 +144,8 @@ class HeadAdapter:
         """Take in a finished text: its prompt's token ids and those that were generated.
 
         More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped. One with images or
-        sound is left out. Raises ValueError for anything but the target's token
-        ids, and for a prompt of none.
+        sound is left out. Raises ValueError for anything but the target's token ids, and for a prompt of
+        none.
         """
         target = self.engine.target
         asked, said = as_tokens("prompt", prompt), as_tokens("answer", answer, some=False)
