@@ -30,7 +30,7 @@ setup(
     package_data={
         "eagle_fsd": ["py.typed"],
         "eagle_fsd.evaluation.tasks": ["examples.json"],
-        "eagle_fsd.runtime.openvino.tiles": ["*.cpp", "*.hpp"],  # compiled where it runs
+        "eagle_fsd.runtime.openvino.operators": ["*.cpp", "*.hpp"],  # compiled where it runs
         "eagle_fsd.serving": ["page/*"],
         "eagle_fsd.weights": [f"{HEAD}/*.json", f"{HEAD}/*.safetensors", f"{HEAD}/README.md"],
     },

@@ -18,7 +18,7 @@ from eagle_fsd.files.kept_folders import folder_size
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
 from eagle_fsd.hub.kept.weights_cache import RECORD, WEIGHTS
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS
-from eagle_fsd.runtime.openvino.tiles.compiler import OPERATORS
+from eagle_fsd.runtime.openvino.operators.compiler import OPERATORS
 
 ALL, MEASUREMENTS = "all", "measurements"
 KEPT = (WEIGHTS, GRAPHS, OPERATORS)

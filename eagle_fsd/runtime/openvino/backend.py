@@ -18,7 +18,7 @@ from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, constant_bytes, find_or_make, read
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
-from eagle_fsd.runtime.openvino.tiles.product import multiply_tiles, operator_of
+from eagle_fsd.runtime.openvino.operators.tile_product import multiply_tiles, operator_of
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import hold_lock
-from eagle_fsd.runtime.openvino.tiles.compiler import (
+from eagle_fsd.runtime.openvino.operators.compiler import (
     compiled_operator,
     known_operator,
     may_compile,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.tiles import compiler
+from eagle_fsd.runtime.openvino.operators import compiler
 
 pytest.importorskip("openvino", reason="OpenVINO is not installed")
 if compiler.operator_folder() is None:

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.tiles.layout import tiles_of
+from eagle_fsd.runtime.openvino.operators.tile_layout import tiles_of
 from eagle_fsd.runtime.openvino.weight_formats import FEW_BITS, Blocks, multiply_blocks
 
 

@@ -16,9 +16,9 @@ from support.tiny_gguf import plain_rows, random_rows
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.gguf_blocks import unpack
 from eagle_fsd.runtime.openvino.network import Request
-from eagle_fsd.runtime.openvino.tiles import compiler
-from eagle_fsd.runtime.openvino.tiles.layout import SPANS, tiles_of
-from eagle_fsd.runtime.openvino.tiles.product import multiply_tiles
+from eagle_fsd.runtime.openvino.operators import compiler
+from eagle_fsd.runtime.openvino.operators.tile_layout import SPANS, tiles_of
+from eagle_fsd.runtime.openvino.operators.tile_product import multiply_tiles
 from eagle_fsd.runtime.openvino.weight_formats import Blocks, compress, round_to_int8
 
 openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
@@ -223,7 +223,7 @@ def test_a_graph_is_kept_and_read_again(tmp_path: Path) -> None:
 
 LEVEL_SCRIPT = """
 import sys
-from eagle_fsd.runtime.openvino.tiles import compiler
+from eagle_fsd.runtime.openvino.operators import compiler
 compiler.level = lambda flags=None: sys.argv[1]
 import pytest
 chosen = "product_is or overflow or finite or beside"
