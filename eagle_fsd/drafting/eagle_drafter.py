@@ -33,7 +33,7 @@ from eagle_fsd.runtime.kv_cache import KVCache, commit_in_chunks
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.network import Layout, Network
-from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
+from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -228,20 +228,16 @@ def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network
     """
     require_float32(head.fc.weight.dtype, runtime)
 
-    def work(
-        inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        new = []
-
+    def work(inputs: Sequence[Tensor], attention: TracedAttention) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            new.append((k, v))
-            return attend_blocks(q, k, v, *blocks[0], masks[0], head.config.head_dim**-0.5)
+            return attention.attend(0, q, k, v, attention.masks[0], head.config.head_dim**-0.5)
 
-        return head(*inputs, attend), new
+        return head(*inputs, attend)
 
     rows = torch.zeros(1, 3, head.config.hidden_size, dtype=torch.float32, device="cpu")
     members = [(head.config.num_key_value_heads, head.config.head_dim)] * 2
-    layout = Layout((rows, rows, torch.arange(3, device="cpu")[None]), 1, members)
+    inputs = (rows, rows, torch.arange(3, device="cpu")[None])
+    layout = Layout(inputs, 1, members, runtime.written)
     return runtime.network("head", head, work, layout, asdict(head.config), kept)
 
 

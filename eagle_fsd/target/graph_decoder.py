@@ -24,9 +24,8 @@ from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.kept.graph_store import NoRoom
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
-from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
-from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
-from eagle_fsd.target.architecture import FULL, cache_argument, decoder_of
+from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
+from eagle_fsd.target.architecture import cache_argument, decoder_of
 from eagle_fsd.target.hf_attention import is_known_code, private_copy, use_attention
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import KeptGraphs
@@ -44,28 +43,23 @@ ADMITTED = "admitted.json"  # beside a kept graph: where it passed the test of a
 
 
 class TracedCache:
-    """Stands in for a cache while a decoder is traced: it gives a layer its members and takes its new keys.
+    """Stands in for a cache while a decoder is traced: it takes a layer's new keys and lets it attend.
 
-    members: each layer's keys and values, in blocks or, if there are tables, in pages.
+    layers: the numbers of those that have members, in order.
     """
 
     is_compileable = False
 
-    def __init__(
-        self,
-        members: Sequence[tuple[Tensor, Tensor]],
-        layers: Sequence[int],
-        tables: Sequence[Tensor] | None = None,
-    ) -> None:
-        self.members = dict(zip(layers, members, strict=True))
-        self.tables = tables
-        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, attention: TracedAttention, layers: Sequence[int]) -> None:
+        self.attention = attention
+        self.places = {layer: place for place, layer in enumerate(layers)}
+        self.new: dict[int, Tensor] = {}  # keys by layer
         self.attended: set[int] = set()
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.new[layer_idx] = keys, values
+        self.new[layer_idx] = keys
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -82,15 +76,11 @@ class TracedCache:
         sinks: Tensor | None,
     ) -> Tensor:
         """Return the attention of the layer that these keys are of."""
-        layer = next((layer for layer, (keys, _) in reversed(self.new.items()) if keys is k), None)
+        layer = next((layer for layer, keys in reversed(self.new.items()) if keys is k), None)
         if layer is None:
             raise NotImplementedError("a layer attends to other keys than it stores")
         self.attended.add(layer)
-        if self.tables is None:
-            return attend_blocks(q, k, v, *self.members[layer], mask, scale, softcap, sinks)
-        if softcap is not None or sinks is not None:
-            raise NotImplementedError("its attention has soft-caps or sinks")
-        return attend_pages(q, k, v, *self.members[layer], self.tables, scale)
+        return self.attention.attend(self.places[layer], q, k, v, mask, scale, softcap, sinks)
 
 
 _tracing: contextvars.ContextVar[TracedCache] = contextvars.ContextVar("tracing")
@@ -108,7 +98,7 @@ def blockwise_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' attention over the blocks of the cache that is traced."""
+    """Compute transformers' attention over the cache that is traced."""
     if unknown := [name for name in UNKNOWN if kwargs.get(name) is not None]:
         raise NotImplementedError(f"its attention takes {unknown[0]}")
     if attention_mask is None:
@@ -136,7 +126,7 @@ class GraphDecoder:
     ) -> None:
         self.embeddings, self.kinds, self.runtime = embeddings, list(kinds), runtime
         self.taps = tuple(taps)
-        self.paged, self.members = decoder.layout.paged, decoder.layout.members
+        self.in_place, self.members = decoder.layout.in_place, decoder.layout.members
         self._decoder, self._lm_head = decoder, lm_head
 
     @property
@@ -150,7 +140,7 @@ class GraphDecoder:
         if None in folders or self.taps or not self.was_admitted():
             return None
         names = [folder.name for folder in folders if folder is not None]
-        return KeptGraphs(*names, self.kinds, self.members, self.paged, window)
+        return KeptGraphs(*names, self.kinds, self.members, self.in_place, window)
 
     def was_admitted(self) -> bool:
         """Return whether these graphs are kept, and passed the test of admission here in another process."""
@@ -232,14 +222,14 @@ def trace_graphs(
     kinds: Sequence[str],
     layers: Mapping[int, tuple[Tensor, Tensor]],
     runtime: OpenVINO,
-    paged: bool = False,
+    in_place: bool = False,
     taps: Sequence[int] = (),
 ) -> GraphDecoder:
     """Return a model's graphs in the runtime's weight format.
 
     kinds: of its layers' masks, in order. layers: each layer's keys and values in a cache, by its number.
-    paged: attend over pages; see may_page. taps: those to show; see target.taps. Raises ValueError if the
-    model cannot be traced, or has no such taps.
+    in_place: let TreeAttention attend. taps: those to show; see target.taps. Raises ValueError if the model
+    cannot be traced, or has no such taps.
     """
     kinds, numbers = list(kinds), sorted(layers)
     members = [(tensor.shape[1], tensor.shape[3]) for number in numbers for tensor in layers[number]]
@@ -249,11 +239,8 @@ def trace_graphs(
     taps = sorted(set(taps))
     tapped = TappedDecoder(decoder, decoder.config.num_hidden_layers, taps) if taps else None
 
-    def work(
-        inputs: Sequence[Tensor], seen: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        cache = TracedCache(members, numbers, seen if paged else None)
-        masks = [no_mask(inputs[0])] if paged else seen
+    def work(inputs: Sequence[Tensor], attention: TracedAttention) -> Tensor:
+        cache, masks = TracedCache(attention, numbers), attention.masks
         given = {
             "inputs_embeds": inputs[0],
             "position_ids": inputs[1],
@@ -271,10 +258,10 @@ def trace_graphs(
         states = output.last_hidden_state
         if shown:
             states = torch.cat((states, *shown), dim=-1)
-        return states, [cache.new[number] for number in numbers]
+        return states
 
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layout = layout_of(embeddings, kinds, members, paged)
+    layout = layout_of(embeddings, kinds, members, runtime.written if in_place else None)
     try:
         made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
         network = runtime.network("decoder", decoder, work, layout, made_of, kept)
@@ -292,7 +279,8 @@ def trace_graphs(
 def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:
     """Return the graphs that are kept of a model. Raises ValueError if they are gone or from elsewhere."""
     kept, kind = model.outline.graphs, model.config.model_type
-    layout = layout_of(model.embeddings, kept.kinds, kept.members, kept.paged)
+    written = runtime.written if kept.in_place else None
+    layout = layout_of(model.embeddings, kept.kinds, kept.members, written)
     network = runtime.read_network(kept.decoder, layout)
     product = runtime.read_product(kept.lm_head, *model.lm_head.weight.shape)
     if network is None or product is None:
@@ -307,23 +295,12 @@ def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:
 
 @torch.inference_mode()
 def layout_of(
-    embeddings: nn.Module, kinds: Sequence[str], members: Sequence[Sequence[int]], paged: bool
+    embeddings: nn.Module, kinds: Sequence[str], members: Sequence[Sequence[int]], written: torch.dtype | None
 ) -> Layout:
-    """Return the layout of a decoder that takes embeddings and positions."""
+    """Return the layout of a decoder that takes embeddings and positions. written: see Layout."""
     positions = torch.arange(3, device="cpu")[None]
     examples = embeddings(torch.zeros_like(positions)), positions
-    return Layout(examples, len(kinds), [(heads, width) for heads, width in members], paged)
-
-
-def may_page(kinds: Sequence[str], runtime: OpenVINO) -> bool:
-    """Return whether to try attention over pages: full attention, no bfloat16, and OpenVINO has it."""
-    return list(kinds) == [FULL] and runtime.weight_format != BFLOAT16 and page_operator() is not None
-
-
-def no_mask(rows: Tensor) -> Tensor:
-    """Return a mask [B, 1, n, n] that nobody reads, for code that asks whether there is one."""
-    batch, count = rows.shape[:2]
-    return rows.new_zeros(batch, 1, count, count)
+    return Layout(examples, len(kinds), [(heads, width) for heads, width in members], written)
 
 
 def name_of_note(taps: Sequence[int]) -> str:

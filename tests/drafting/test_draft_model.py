@@ -91,15 +91,12 @@ def test_trees_carry_the_distributions_of_plain_forwards(
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.inference_mode()
 def test_trees_carry_them_on_openvino(family: str) -> None:
-    """A level sees its ancestors alone, which attention over pages cannot do."""
+    """A level sees its ancestors alone."""
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
     from eagle_fsd.runtime.openvino.backend import OpenVINO
 
     model = tiny_model(family, seed=5)
-    check_trees(TargetModel(model, runtime=OpenVINO("float32"), pages=False), TREE)
-    if family == "llama":
-        with pytest.raises(ValueError, match="attend over pages, which knows no tree"):
-            DraftModelSpec.for_target(TargetModel(model, runtime=OpenVINO("float32")), TARGET)
+    check_trees(TargetModel(model, runtime=OpenVINO("float32")), TREE)
 
 
 def check_trees(model: TargetModel, tree_config: TreeConfig) -> None:

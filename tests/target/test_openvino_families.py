@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
+from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
+from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
 from eagle_fsd.target.admission.checks import check_tree_verification
 from eagle_fsd.target.hf_attention import is_known_code
 from eagle_fsd.target.model import TargetModel
@@ -71,56 +72,48 @@ def test_greedy_texts_equal_those_of_torch(family: str) -> None:
     assert [one.tau for one in got.stats] == pytest.approx([one.tau for one in wanted.stats])
 
 
-PAGED = {
-    "llama": True,
-    "gpt2": True,
-    "granite": True,
-    "qwen2-window": False,
-    "gemma3": False,
-    "gemma2": False,
-}
-
-
-@pytest.mark.parametrize("family", PAGED)
-def test_full_attention_is_over_pages(family: str) -> None:
-    """The operator has neither sliding windows nor soft-caps: models with either attend over blocks."""
+@pytest.mark.parametrize("family", ["llama", "gpt2", "granite", "qwen2-window", "gemma3", "gemma2"])
+def test_attention_is_in_place(family: str) -> None:
     graphs = engines_of(family)[1].target.graphs
-    assert graphs is not None and graphs.paged == PAGED[family]
+    assert graphs is not None and graphs.in_place == (library.operator() is not None)
 
 
-def without_operator(patch: pytest.MonkeyPatch) -> None:
-    """Let OpenVINO have no attention over pages."""
-    patch.setattr("eagle_fsd.target.graph_decoder.page_operator", lambda: None)
+def without_operators(patch: pytest.MonkeyPatch) -> None:
+    """Let there be no compiler."""
+    patch.setattr(library, "operator", lambda: None)
 
 
 def failing_conversion(patch: pytest.MonkeyPatch) -> None:
-    """Let the operator refuse its inputs, as that of another release may."""
+    """Let the operator refuse its inputs."""
 
-    def refuse(*_inputs: object) -> None:
-        raise RuntimeError("28 inputs were expected")
+    def refuse() -> None:
+        raise RuntimeError("8 inputs were expected")
 
-    patch.setattr("eagle_fsd.runtime.openvino.traced_attention.page_operator", lambda: refuse)
-
-
-def wrong_scale(patch: pytest.MonkeyPatch) -> None:
-    """Let the operator compute something else, as that of another release may."""
-
-    def scaled(*inputs: Any) -> Tensor:
-        return attend_pages(*inputs[:-1], 3 * inputs[-1])
-
-    patch.setattr("eagle_fsd.target.graph_decoder.attend_pages", scaled)
+    patch.setattr(library, "node_factory", refuse)
 
 
-@pytest.mark.parametrize("trouble", [without_operator, failing_conversion, wrong_scale])
-def test_blocks_serve_where_pages_do_not(
+def wrong_scale(patch: pytest.MonkeyPatch, everywhere: bool = False) -> None:
+    """Let the operator compute something else."""
+    attend = TracedAttention.attend
+
+    def scaled(self: TracedAttention, *inputs: Any) -> Tensor:
+        layer, q, *rest = inputs
+        return attend(self, layer, q if self.addresses is None and not everywhere else 3 * q, *rest)
+
+    patch.setattr(TracedAttention, "attend", scaled)
+
+
+@pytest.mark.parametrize("trouble", [without_operators, failing_conversion, wrong_scale])
+def test_blocks_serve_where_the_operator_does_not(
     trouble: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE_FSD_NO_WEIGHTS_CACHE", "1")
-    trouble(monkeypatch)
     ids, mask = pad_left(prompts_of(LENGTHS), pad=0)
-    target = TargetModel(tiny_model("llama"), runtime=OpenVINO("float32"))
-    assert target.graphs is not None and not target.graphs.paged
-    assert target.weight_bytes == engines_of("llama")[1].target.weight_bytes
+    with monkeypatch.context() as patch:
+        trouble(patch)
+        target = TargetModel(tiny_model("llama"), runtime=OpenVINO("float32"))
+    assert target.graphs is not None and not target.graphs.in_place
+    assert target.weight_bytes == pytest.approx(engines_of("llama")[1].target.weight_bytes, rel=0.02)
     wanted, got = (
         engine.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TREE).new_tokens
         for engine in (engines_of("llama")[0], EagleFSD(target, tiny_head()))
@@ -148,11 +141,7 @@ def test_a_graph_that_is_wrong_in_a_window_is_refused_for_its_numbers(
 ) -> None:
     """Whether the model has the window of its config was found out before there were graphs."""
     monkeypatch.setenv("EAGLE_FSD_NO_WEIGHTS_CACHE", "1")
-
-    def scaled(*inputs: Any) -> Tensor:
-        return attend_blocks(*inputs[:6], 3 * inputs[6], *inputs[7:])
-
-    monkeypatch.setattr("eagle_fsd.target.graph_decoder.attend_blocks", scaled)
+    wrong_scale(monkeypatch, everywhere=True)
     with pytest.raises(ValueError, match="'mistral' model whose tree verification differs"):
         TargetModel(tiny_model("mistral"), runtime=OpenVINO("float32"))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
-from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
+from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,17 @@ class Eagle3Graph:
         """Compile a head in float32."""
         windows = tuple(dict.fromkeys(head.config.windows))
 
-        def work(
-            inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
-        ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-            new = []
-
+        def work(inputs: Sequence[Tensor], attention: TracedAttention) -> Tensor:
             def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                new.append((k, v))
-                mask = masks[windows.index(head.config.windows[number])]
-                return attend_blocks(q, k, v, *blocks[number], mask, head.config.head_dim**-0.5)
+                mask = attention.masks[windows.index(head.config.windows[number])]
+                return attention.attend(number, q, k, v, mask, head.config.head_dim**-0.5)
 
-            return head(*inputs, attend), new
+            return head(*inputs, attend)
 
         rows = torch.zeros(1, 3, head.config.hidden_size, dtype=torch.float32, device="cpu")
         members = [(head.config.num_key_value_heads, head.config.head_dim)] * (2 * len(head.config.windows))
-        layout = Layout((rows, rows, torch.arange(3, device="cpu")[None]), len(windows), members)
+        inputs = (rows, rows, torch.arange(3, device="cpu")[None])
+        layout = Layout(inputs, len(windows), members, runtime.written)
         return cls(
             None if head.fc is None else runtime.product("head_fc", head.fc.weight, head.fc.bias),
             runtime.network("head", head, work, layout, asdict(head.config)),

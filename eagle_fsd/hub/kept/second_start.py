@@ -27,7 +27,7 @@ from eagle_fsd.hub.kept.weights_cache import Origin, find, is_settled, read_stam
 from eagle_fsd.hub.resolve import TargetSource
 from eagle_fsd.hub.target_loader import CONVERTER, find_gguf_origin
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.operators.tile_product import operator_of
+from eagle_fsd.runtime.openvino.backend import operators_of
 from eagle_fsd.target.architecture import facts
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import Outline, from_record, has_none, keep_outline, read_outline
@@ -64,7 +64,7 @@ class SecondStart:
             files = [origin.digest, origin.made]
         elif (files := stamps_of(source.folder)) is None:
             return None
-        releases = [__version__, torch.__version__, library.version(), operator_of(weight_format), CONVERTER]
+        releases = [__version__, torch.__version__, library.version(), operators_of(weight_format), CONVERTER]
         return cls(source, [files, weight_format, attn_implementation, *releases], origin)
 
     def find(self, load: Callable[[], PreTrainedModel]) -> tuple[KeptModel, PreTrainedTokenizerBase] | None:

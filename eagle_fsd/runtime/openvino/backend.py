@@ -18,7 +18,7 @@ from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, constant_bytes, find_or_make, read
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
-from eagle_fsd.runtime.openvino.operators.tile_product import multiply_tiles, operator_of
+from eagle_fsd.runtime.openvino.operators.tile_product import multiply_tiles
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
@@ -68,9 +68,19 @@ class OpenVINO:
         return self.weight_format in FEW_BITS
 
     @property
-    def operator(self) -> str | None:
-        """The name of the compiled operator that multiplies weights of few bits; None: OpenVINO does."""
-        return operator_of(self.weight_format)
+    def operators(self) -> str | None:
+        """The name of the library whose operators graphs have; None: they have OpenVINO's alone."""
+        return operators_of(self.weight_format)
+
+    @property
+    def written(self) -> torch.dtype | None:
+        """The dtype of the caches that graphs write; None if they write none. See Layout.
+
+        Where activations are rounded to 8 bits anyway, 16 bits are enough for keys and values.
+        """
+        if self.operators is None:
+            return None
+        return torch.float16 if self.rounds else torch.float32
 
     def network(
         self,
@@ -88,7 +98,7 @@ class OpenVINO:
         """
         weights = [*module.parameters(), *module.buffers()]
         shapes = [list(one.shape[2:]) for one in layout.inputs]
-        parts = [made_of, layout.masks, layout.members, layout.paged, shapes]
+        parts = [made_of, layout.masks, layout.members, str(layout.written), shapes]
         return self._network(
             *self._graph(name, weights, parts, lambda: trace(module, work, layout), kept), layout
         )
@@ -129,16 +139,16 @@ class OpenVINO:
     ) -> tuple[Any, Path | None]:
         """Return a graph in this format, made or read from disk, and its folder on disk."""
         blocks = self.rounds or self.packed is not None
-        operator = self.operator
+        operators = self.operators
 
         def make_graph() -> Any:
             graph = make()
             if blocks:
                 encode = functools.partial(self.encode, draft=name in DRAFT)
-                compress(graph, encode, multiply_tiles if operator else multiply_blocks)
+                compress(graph, encode, multiply_tiles if operators and self.rounds else multiply_blocks)
             return graph
 
-        return find_or_make(name, weights, [self.weight_format, blocks, operator, parts], make_graph, kept)
+        return find_or_make(name, weights, [self.weight_format, blocks, operators, parts], make_graph, kept)
 
     def _network(self, graph: Any, folder: Path | None, layout: Layout) -> Network:
         variants = self._variants(graph, folder, lambda sizes: layout.shapes(*sizes))
@@ -173,6 +183,12 @@ class OpenVINO:
             if (ahead := HEAD_START.take(one)) is not None:
                 return ahead
         return library.compile_graph(graph, precision, self.rounds, self.threads, folder)
+
+
+def operators_of(weight_format: str) -> str | None:
+    """Return the name of the library whose operators graphs in a format have; None for OpenVINO's alone."""
+    found = None if weight_format == BFLOAT16 else library.operator()
+    return None if found is None else found.parent.name
 
 
 def has_amx() -> bool:

@@ -8,6 +8,7 @@ heads, D head size, n new tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise, product
 
@@ -19,14 +20,17 @@ from eagle_fsd.core.tree import additive
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
-PAGE = 32  # slots of a page; OpenVINO's attention takes no others on a CPU
+WRITTEN_BLOCK = 64  # slots of a block that a graph writes: SLOTS in attention.hpp
+FIRST_ADDRESS = 4  # how many numbers there are before the addresses of masks; see WrittenCache.sight
+LINE = 64  # bytes of a cache line: registers that are read from two lines take twice as long
 
 
 class BlockCache(KVCache):
     """Keys and values of all layers, in one buffer [M, blocks, rows, H, block, D] for each size of heads.
 
-    members: (H, D) of every layer's keys, then of its values, layer by layer. Everything else is as in
-    KVCache, but when rows leave the others close ranks, since a graph has no use for a part of the rows.
+    members: (H, D) of every layer's keys, then of its values, layer by layer. dtype: of numbers; only a
+    WrittenCache may have another one than float32. Everything else is as in KVCache, but when rows leave the
+    others close ranks, since a graph has no use for a part of the rows.
     """
 
     block = BLOCK  # how many slots lie together
@@ -35,9 +39,15 @@ class BlockCache(KVCache):
     # tokens takes 5.1 s in parts of 512 tokens, 3.6 s in parts of 256 or 128.
     widest = 256
 
-    def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        members: Sequence[tuple[int, int]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__(batch, capacity, torch.device("cpu"), step=BLOCK)
-        self.members = list(members)
+        self.members, self.dtype = list(members), dtype
         self._offset = 0  # of the tokens last placed, past the committed ones
         self._touched = 0  # how many blocks may hold something
         self.sizes = list(dict.fromkeys(self.members))  # of heads, in the order in which they occur
@@ -205,51 +215,50 @@ class BlockCache(KVCache):
         heads, width = size
         shape = (self.members.count(size), capacity // self.block, rows, heads, self.block, width)
         # numpy's zeros, unlike torch's, take up no memory until something is written.
-        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        size = math.prod(shape) * self.dtype.itemsize
+        room = np.zeros(size + LINE, dtype=np.uint8)
+        first = -room.ctypes.data % LINE
+        return torch.from_numpy(room[first : first + size]).view(self.dtype).view(shape)
 
 
-class PagedCache(BlockCache):
-    """Blocks that are the pages of OpenVINO's attention: page b * rows + r holds block b of row r.
+class WrittenCache(BlockCache):
+    """Blocks that a graph reads and writes by itself, with TreeAttention, which gets their addresses."""
 
-    A graph gets all pages and tables that say which of them are whose, so it never gets other tensors as a
-    text grows. It writes the new keys and values by itself.
-    """
+    block = WRITTEN_BLOCK
 
-    block = PAGE
-
-    def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]]) -> None:
-        super().__init__(batch, capacity, members)
-        self._pages: tuple[tuple[int, int, int], Tensor] | None = None  # and what they are for
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        members: Sequence[tuple[int, int]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(batch, capacity, members, dtype)
+        self._addresses: tuple[object, list[int]] | None = None  # of the members, and in which buffers
+        self._seen: list[Tensor] = []  # what a graph reads at other addresses: it must stay while one runs
 
     @property
     def shown(self) -> tuple[object, int]:
-        return self.buffers, self.capacity // PAGE
+        return None, 0
 
     def show(self) -> list[Tensor]:
-        """Return every member's pages, [blocks * rows, H, PAGE, D]."""
-        return [blocks.flatten(0, 1) for blocks in self.blocks(self.capacity // PAGE)]
+        """Return nothing: a graph gets addresses."""
+        return []
 
     def sight(self, visible: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the attention has to know of the tokens last placed, as int32, but for the relation.
+        """Return what tells a graph where the cache is, and which slots the tokens last placed see.
 
-        visible: of one kind. All slots before the first of the tokens are seen, and of their own those of the
-        relation. lengths: [B], the slots before them. starts: [B + 1], where each row's tokens begin among
-        all. pages: [B * blocks], each row's. page_starts: [B + 1]. longest: [], the most slots of a row.
-        relation: [B * n * n] uint8, which of a row's tokens each of them sees. relation_starts: [B + 1].
+        That is one tensor, the bytes of numbers in 64 bits: the slots in view, the cache's rows, how many
+        bytes a number in it has, and addresses: of the slots [B, n] int64, of each kind of mask [B, n, S]
+        bool, and of each member's blocks [blocks, rows, H, block, D].
         """
-        batch, count = self.slots.shape
-        blocks = self.view // PAGE
-        like = {"dtype": torch.int32, "device": self.device}
-        rows = torch.arange(batch + 1, **like)
-        key = (batch, blocks, self.rows)
-        if self._pages is None or self._pages[0] != key:
-            first = torch.arange(batch, **like)[:, None]
-            self._pages = key, (first + self.rows * torch.arange(blocks, **like)).flatten()
-        longest = torch.tensor(max(self.row_lengths) + self._offset + count, **like)
-        relation = visible[0].gather(2, self.slots[:, None, :].expand(-1, count, -1)).flatten().byte()
-        lengths = (self.lengths + self._offset).int()
-        starts, relation_starts = rows * count, rows * (count * count)
-        return [lengths, starts, self._pages[1], rows * blocks, longest, relation, relation_starts]
+        if self._addresses is None or self._addresses[0] is not self.buffers:
+            self._addresses = self.buffers, [one.data_ptr() for one in self.blocks(1)]
+        self._seen = [self.slots.contiguous(), *(mask.contiguous() for mask in visible)]
+        rows = next(iter(self.stores.values())).shape[2]
+        numbers = [self.view, rows, self.dtype.itemsize, *(one.data_ptr() for one in self._seen)]
+        made = torch.tensor([*numbers, *self._addresses[1]], dtype=torch.int64, device="cpu")
+        return [made.view(torch.uint8)]
 
     def write(self, news: Sequence[Tensor]) -> None:
         """Do nothing: the graph has written them."""

@@ -100,7 +100,7 @@ def make_core() -> Any:
 
 
 def operator() -> Path | None:
-    """Return the compiled operator TileProduct, which the core knows from now on; None if there is none."""
+    """Return the library of our operators, which the core knows from now on; None if there is none."""
     return load_operator() if may_compile() else None
 
 
@@ -111,12 +111,23 @@ def load_operator() -> Path | None:
     return path if path is not None and add_operator(core(), path) else None
 
 
+@functools.cache
+def node_factory() -> Any:
+    """Return what makes nodes of our operators, which must be there."""
+    openvino()  # quietly
+    from openvino.utils.node_factory import NodeFactory
+
+    made = NodeFactory()
+    made.add_extension(str(operator()))
+    return made
+
+
 def add_operator(to: Any, path: Path) -> bool:
-    """Let a Core know a compiled operator, and return whether it does."""
+    """Let a Core know our compiled operators, and return whether it does."""
     try:
         to.add_extension(str(path))
     except RuntimeError as error:  # such as of another release
-        logger.info("products with few bits are left to OpenVINO: %s", one_line(error, 200))
+        logger.info("all operators are left to OpenVINO: %s", one_line(error, 200))
         return False
     return True
 
@@ -169,33 +180,17 @@ def compile_graph(
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
     few bits round their other factor to 8 bits. A folder is ignored if it cannot be used, or if another
-    process keeps it locked for long. A graph with attention over pages is always compiled: OpenVINO writes
-    its compiled form and cannot read it.
+    process keeps it locked for long.
     """
     config = settings(precision, rounded_activations, threads)
-    paged = describe_pages(model)
     with LOCALE:
-        if folder is not None and folder.is_dir() and not paged:
+        if folder is not None and folder.is_dir():
             try:
                 with hold_lock(folder / "compiled"):
                     return core().compile_model(model, "CPU", config | {"CACHE_DIR": str(folder)})
             except (OSError, RuntimeError) as error:
                 logger.info("the compiled form of %s is not kept: %s", folder.name, one_line(error, 200))
         return core().compile_model(model, "CPU", config)
-
-
-def describe_pages(model: Any) -> bool:
-    """Note heads and their sizes at the operators of an openvino.Model, which a file does not keep.
-
-    Returns whether the model has such operators, which attend over pages.
-    """
-    found = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
-    for node in found:
-        for place, name in ((3, "k"), (4, "v")):
-            _, heads, _, size = node.get_input_partial_shape(place)
-            node.get_rt_info()[f"num_{name}_heads"] = heads.get_length()
-            node.get_rt_info()[f"{name}_head_size"] = size.get_length()
-    return bool(found)
 
 
 class LocaleKeeper:

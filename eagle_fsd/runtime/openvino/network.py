@@ -14,20 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, WrittenCache
 from eagle_fsd.runtime.openvino.library import convert, openvino
-from eagle_fsd.runtime.openvino.traced_attention import page_extension
+from eagle_fsd.runtime.openvino.traced_attention import TracedAttention, tree_attention_extension
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.packed_linear import plain_linears
 
-TABLES = 7  # inputs that say which pages are whose; see PagedCache.sight
-
-# Gets the inputs, the masks by kind or the tables of pages, and each layer's (keys, values) in blocks or in
-# pages; returns the output and, where there are no pages, each layer's new (keys, values) [B, H, n, D].
-Traceable = Callable[
-    [Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]],
-    tuple[Tensor, Sequence[tuple[Tensor, Tensor]]],
-]
+# Gets the inputs and the attention of all layers, and returns the output.
+Traceable = Callable[[Sequence[Tensor], TracedAttention], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,31 +29,40 @@ class Layout:
     """What a network takes.
 
     inputs: an example of each, [B, n, ...]. masks: how many kinds. members: of the cache; see BlockCache.
-    paged: whether the cache is a PagedCache, whose tables take the place of the masks.
+    written: the dtype of the WrittenCache that TreeAttention reads, and writes what is new to; None if there
+    is no TreeAttention, but a BlockCache.
     """
 
     inputs: Sequence[Tensor]
     masks: int
     members: Sequence[tuple[int, int]]
-    paged: bool = False
+    written: torch.dtype | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the graph writes to the cache by itself."""
+        return self.written is not None
 
     @property
     def first_member(self) -> int:
         """The place among a graph's inputs of the first of the cache's members."""
-        return len(self.inputs) + (TABLES if self.paged else self.masks)
+        return len(self.inputs) + (1 if self.in_place else self.masks)
+
+    def new_cache(self, batch: int, capacity: int) -> BlockCache:
+        """Return a cache that the network reads."""
+        if self.written is None:
+            return BlockCache(batch, capacity, self.members)
+        return WrittenCache(batch, capacity, self.members, self.written)
 
     def examples(self) -> list[Tensor]:
         """Return an example of every input of the graph."""
         batch, new = self.inputs[0].shape[:2]
-        if self.paged:
-            cache = PagedCache(batch, BLOCK, self.members)
+        if self.in_place:
+            cache = self.new_cache(batch, BLOCK)
             cache.reserve(new)
             cache.place(new)
-            return [
-                *self.inputs,
-                *cache.sight([torch.ones(batch, new, BLOCK, dtype=torch.bool, device="cpu")]),
-                *cache.show(),
-            ]
+            visible = torch.ones(batch, new, BLOCK, dtype=torch.bool, device="cpu")
+            return [*self.inputs, *cache.sight([visible] * self.masks), *cache.show()]
         like = {"dtype": torch.float32, "device": "cpu"}
         masks = [torch.zeros(batch, 1, new, 2 * BLOCK + new, **like)] * self.masks
         blocks = [torch.zeros(2, batch, heads, BLOCK, width, **like) for heads, width in self.members]
@@ -75,10 +78,10 @@ class Layout:
             shape = found[place] = list(example.shape)
             if place < len(self.inputs):
                 shape[:2] = batch, new
+            elif self.in_place:
+                continue  # the addresses of the cache
             elif place >= self.first_member:
-                shape[:-3] = [-1] if self.paged else [-1, batch]
-            elif self.paged:
-                shape[:] = [-1] * len(shape)
+                shape[:2] = -1, batch
             else:
                 shape[:] = batch, 1, new, -1
         return found
@@ -95,12 +98,16 @@ class Traced(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count, first = len(self.layout.inputs), self.layout.first_member
-        members = tensors[first:]
+        inputs, seen, members = tensors[:count], tensors[count:first], tensors[first:]
+        if self.layout.in_place:
+            batch, new = inputs[0].shape[:2]
+            like = {"dtype": torch.float32, "device": "cpu"}
+            masks = [torch.zeros(batch, 1, new, new, **like) for _ in range(self.layout.masks)]
+            return (self.work(inputs, TracedAttention(masks, addresses=seen[0])),)
         pairs = list(zip(members[::2], members[1::2], strict=True))
-        output, new = self.work(tensors[:count], tensors[count:first], pairs)
-        if self.layout.paged:
-            return (output,)
-        members = [tensor for pair in new for tensor in pair]
+        attention = TracedAttention(seen, pairs)
+        output = self.work(inputs, attention)
+        members = [tensor for layer in range(len(pairs)) for tensor in attention.new[layer]]
         sizes = list(dict.fromkeys(self.layout.members))
         stacks = [
             torch.stack([one for one, its in zip(members, self.layout.members, strict=True) if its == size])
@@ -116,7 +123,7 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     # A model may be packed for torch meanwhile, whose products cannot be traced.
     with torch.inference_mode(False), torch.no_grad(), plain_linears(network):
         examples = [example.clone() for example in layout.examples()]
-        extensions = [page_extension()] if layout.paged else []
+        extensions = [tree_attention_extension()] if layout.in_place else []
         model = convert(Traced(network, work, layout), tuple(examples), extensions)
     for port, shape in zip(model.inputs, layout.shapes().values(), strict=True):
         port.get_node().set_partial_shape(openvino().PartialShape(shape))
@@ -168,7 +175,7 @@ class Network:
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         """Return a cache that this network reads."""
-        return (PagedCache if self.layout.paged else BlockCache)(batch, capacity, self.layout.members)
+        return self.layout.new_cache(batch, capacity)
 
     def __call__(self, inputs: Sequence[Tensor], visible: Sequence[Tensor], cache: BlockCache) -> Tensor:
         """Run the network on new tokens, whose keys and values go to the slots that were placed.

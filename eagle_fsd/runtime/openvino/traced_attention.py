@@ -1,10 +1,9 @@
-"""The two attentions that are traced into graphs. Both read the committed keys and values where they lie.
+"""Attention as it is traced into graphs. It reads the committed keys and values where they lie.
 
-`attend_blocks` is made of plain products, and can do all that a model may ask for. `attend_pages` is one
-operator of OpenVINO, made for serving: it writes the new keys and values into their pages by itself, and its
-mask is that of a tree. It is faster the longer the context is and the more tokens are new, but it has neither
-soft-caps nor sliding windows. Shapes: B rows, H query heads, K key-value heads, g = H / K query heads that
-share one, n new tokens, D head size, N blocks of BLOCK slots, S = N * BLOCK, P pages of PAGE slots.
+Where our operator TreeAttention can be compiled, it attends, and writes the new keys and values to their
+slots by itself. Else `attend_blocks` does, which is made of plain products. Both can do all that a model may
+ask for. Shapes: B rows, H query heads, K key-value heads, g = H / K query heads that share one, n new tokens,
+D head size, N blocks of BLOCK slots, S slots in view.
 """
 
 from __future__ import annotations
@@ -12,12 +11,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_fsd.runtime.openvino.block_cache import BLOCK
-from eagle_fsd.runtime.openvino.library import openvino
+from eagle_fsd.runtime.openvino import library
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, FIRST_ADDRESS
+
+
+class TracedAttention:
+    """The attention of a traced network: it gives a layer its keys and values, and takes its new ones.
+
+    masks: one for each kind, to be handed to `attend`. members: each layer's committed (keys, values).
+    addresses: of a WrittenCache, so that TreeAttention attends; see WrittenCache.sight. The masks then only
+    stand for those whose addresses these are, and are told apart by their identity.
+    """
+
+    def __init__(
+        self,
+        masks: Sequence[Tensor],
+        members: Sequence[tuple[Tensor, Tensor]] = (),
+        addresses: Tensor | None = None,
+    ) -> None:
+        self.masks, self.members, self.addresses = list(masks), members, addresses
+        self.new: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention of new tokens over committed ones and each other: [B, H, n, D of values].
+
+        layer: the place of its members. q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. softcap,
+        sinks: see attend_blocks. Raises NotImplementedError for a mask that is none of `masks`, in place.
+        """
+        self.new[layer] = k, v
+        if self.addresses is None:
+            return attend_blocks(q, k, v, *self.members[layer], mask, scale, softcap, sinks)
+        kind = next((kind for kind, its in enumerate(self.masks) if its is mask), None)
+        if kind is None:
+            raise NotImplementedError("a layer attends under a mask that it has changed")
+        none = torch.zeros(0, dtype=torch.float32, device="cpu")
+        given = (q, k, v, self.addresses, none if sinks is None else sinks)
+        places = (FIRST_ADDRESS + kind, FIRST_ADDRESS + len(self.masks) + 2 * layer)
+        return _stand_in(*given, scale, softcap or 0.0, *places).transpose(1, 2)
 
 
 def attend_blocks(
@@ -60,75 +103,46 @@ def attend_blocks(
     return mixed.reshape(batch, kv_heads * groups, count, v.shape[-1])
 
 
-# -- pages ----------------------------------------
+# -- in place ----------------------------------------
 
-OPERATOR = "eagle_fsd::attend_pages"
+STAND_IN = "eagle_fsd::tree_attention"
 
 
-@torch.library.custom_op(OPERATOR, mutates_args=())
+@torch.library.custom_op(STAND_IN, mutates_args=())
 def _stand_in(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    pages: Tensor,
-    page_starts: Tensor,
-    longest: Tensor,
-    relation: Tensor,
-    relation_starts: Tensor,
+    addresses: Tensor,
+    sinks: Tensor,
     scale: float,
+    softcap: float,
+    mask: int,
+    keys: int,
 ) -> Tensor:
-    """Stand for OpenVINO's operator while a graph is traced. Only the shape of what it returns is right."""
-    return q.new_zeros(len(q), q.shape[1] // k.shape[1] * v.shape[1])
+    """Stand for TreeAttention while a graph is traced. Only the shape of what it returns is right.
 
-
-def attend_pages(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Sequence[Tensor], scale: float
-) -> Tensor:
-    """Return what `attend_blocks` returns, [B, H, n, D]; the graph also writes k and v into their slots.
-
-    q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. keys, values: [P, K, PAGE, D]. tables: see
-    PagedCache.sight.
+    mask, keys: the places of their addresses.
     """
     batch, heads, count, _ = q.shape
-    rows = [one.transpose(1, 2).reshape(batch * count, -1) for one in (q, k, v)]
-    mixed = _stand_in(*rows, keys, values, *tables, scale)
-    return mixed.view(batch, count, heads, -1).transpose(1, 2)
+    return q.new_zeros(batch, count, heads, v.shape[3])
 
 
-def page_operator() -> Any:
-    """Return OpenVINO's class of the operator, which it may change or take away; None if it has none."""
-    return getattr(openvino().op, "_PagedAttentionExtension", None)
-
-
-def page_extension() -> Any:
-    """Return what lets OpenVINO's converter make its own operator of the one that stands for it."""
-    openvino()  # quietly
+def tree_attention_extension() -> Any:
+    """Return what lets OpenVINO's converter make TreeAttention of what stands for it."""
+    library.openvino()  # quietly
     from openvino.frontend.pytorch import ConversionExtension
 
-    return ConversionExtension(OPERATOR, _convert)
+    return ConversionExtension(STAND_IN, _convert)
 
 
 def _convert(context: Any) -> list[Any]:
     """Return the operator's output, given the traced one's inputs."""
-    ops = openvino().opset13
-    q, k, v, keys, values, *tables = (context.get_input(place) for place in range(12))
-    lengths, starts, pages, page_starts, longest, relation, relation_starts = tables
-    scale = context.get_values_from_const_input(12, None, float)
-
-    def constant(value: float | list[float], kind: type) -> Any:
-        return ops.constant(np.array(value, dtype=kind)).output(0)
-
-    none, zero, no_floats = constant([], np.int32), constant(0, np.int32), constant([], np.float32)
-    window, slopes, scores, types = zero, no_floats, none, none  # sliding windows, ALiBi and what is not used
-    rotation, sparsity, eviction = [none, none, no_floats], [no_floats, zero, zero], [zero, none, none, none]
-    sinks = ops.constant(np.empty((0, 0, 0, 0), dtype=np.float32)).output(0)
-    how = [constant(scale, np.float32), window, slopes, longest, scores]
-    inputs = [q, k, v, keys, values, lengths, starts, pages, page_starts, *how]
-    made = page_operator()(
-        [*inputs, *rotation, *sparsity, sinks, *eviction, types, relation, relation_starts]
-    )
+    inputs = [context.get_input(place) for place in range(5)]
+    kinds = {"scale": float, "softcap": float, "mask": int, "keys": int}
+    attributes = {
+        name: context.get_values_from_const_input(place, None, kind)
+        for place, (name, kind) in enumerate(kinds.items(), len(inputs))
+    }
+    made = library.node_factory().create("TreeAttention", inputs, attributes)
     return [made.output(0)]

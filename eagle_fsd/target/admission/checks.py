@@ -39,7 +39,7 @@ from eagle_fsd.target.architecture import (
     named_layer_kinds,
     quantised_by,
 )
-from eagle_fsd.target.graph_decoder import REMEDY, may_page, trace_graphs
+from eagle_fsd.target.graph_decoder import REMEDY, trace_graphs
 from eagle_fsd.target.states.mixers import find_mixers
 
 if TYPE_CHECKING:
@@ -125,21 +125,18 @@ def refuse_layers(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def compute_with(target: Candidate, runtime: OpenVINO, pages: bool) -> None:
-    """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model.
-
-    pages: whether its graphs may attend over pages.
-    """
+def compute_with(target: Candidate, runtime: OpenVINO) -> None:
+    """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model."""
     refuse_layers(target.model)
     target.stepper = FixedShapes()
-    for paged in [True, False] if pages and may_page(sorted(target.kinds), runtime) else [False]:
+    for in_place in [True, False] if runtime.written else [False]:
         try:
-            trace_and_test(target, runtime, paged)
+            trace_and_test(target, runtime, in_place)
             return
         except ValueError as error:
-            if not paged:
+            if not in_place:
                 raise
-            logger.info("attention over pages is not used: %s", one_line(error, 200))
+            logger.info("TreeAttention is not used: %s", one_line(error, 200))
             target.graphs = None
 
 
@@ -161,7 +158,7 @@ def show_taps(target: Candidate, taps: Sequence[int]) -> None:
         if found is None:
             trial = copy.copy(target)
             trial.graphs, trial.kinds = None, set(target.kinds)
-            trace_and_test(trial, before.runtime, before.paged, wanted)
+            trace_and_test(trial, before.runtime, before.in_place, wanted)
             check_taps(trial, tuple(taps))
             found = trial.graphs
             assert found is not None
@@ -169,14 +166,14 @@ def show_taps(target: Candidate, taps: Sequence[int]) -> None:
         target.graphs = found
 
 
-def trace_and_test(target: Candidate, runtime: OpenVINO, paged: bool, taps: Sequence[int] = ()) -> None:
+def trace_and_test(target: Candidate, runtime: OpenVINO, in_place: bool, taps: Sequence[int] = ()) -> None:
     """Trace graphs for a target that has none, and test them unless kept ones passed the test here before."""
     cache = KVCache(1, 2, target.device, EAGER.view)  # one token in it tells its layers and their sizes
     cache.reserve(1)
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     visible = token.new_ones(1, 1, 1, dtype=torch.bool)
     target.features(token, cache.place(1), visible, token, cache)
-    target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, paged, taps)
+    target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, in_place, taps)
     if not target.graphs.was_admitted():
         check_tree_verification(target)
         target.graphs.note_admission()

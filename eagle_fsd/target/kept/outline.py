@@ -36,14 +36,14 @@ class KeptGraphs:
     """Where a target's graphs are kept, and what they take. All fields have a JSON form.
 
     decoder, lm_head: names of folders. kinds: of masks, in order. members: of the cache; see BlockCache.
-    paged: whether they attend over pages. window: of sliding layers, 0 without one.
+    in_place: see network.Layout. window: of sliding layers, 0 without one.
     """
 
     decoder: str
     lm_head: str
     kinds: Sequence[str]
     members: Sequence[Sequence[int]]
-    paged: bool
+    in_place: bool
     window: int
 
 

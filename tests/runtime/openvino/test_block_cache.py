@@ -1,7 +1,8 @@
-"""The caches in blocks and in pages against the plain KV cache, through the same random lives."""
+"""The caches in blocks, read or written by graphs, against the plain KV cache: the same random lives."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from support.stubs import generator
 from torch import Tensor
 
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, WrittenCache
 
 CPU = torch.device("cpu")
 # (heads, head size) of each layer's keys and values: some layers alike, some not, and values unlike keys.
@@ -97,7 +98,7 @@ def random_path(draw: torch.Generator, width: int, count: int) -> list[int]:
     return [0, *sorted(others.tolist())]
 
 
-@pytest.mark.parametrize("kind", [BlockCache, PagedCache])
+@pytest.mark.parametrize("kind", [BlockCache, WrittenCache])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[BlockCache]) -> None:
@@ -162,7 +163,7 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[B
         pair.check()
 
 
-@pytest.mark.parametrize("kind", [BlockCache, PagedCache])
+@pytest.mark.parametrize("kind", [BlockCache, WrittenCache])
 def test_growth_keeps_the_parts_of_a_prompt_that_is_being_read(kind: type[BlockCache]) -> None:
     """They are committed together, after the last part, for which a cache may have to grow."""
     pair = Pair(2, 8, LAYOUTS["mixed"], generator(0), kind)
@@ -276,7 +277,7 @@ def test_blocks_are_the_memory_of_the_buffers() -> None:
     assert cache.nbytes == sum(2 * 3 * heads * BLOCK * size * 4 for heads, size in LAYOUTS["mixed"])
 
 
-@pytest.mark.parametrize("kind", [BlockCache, PagedCache])
+@pytest.mark.parametrize("kind", [BlockCache, WrittenCache])
 def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) -> None:
     """Also of a draft, whose levels lie behind each other, and as a text grows into more blocks."""
     cache, size, draw = kind(2, 4, LAYOUTS["alike"]), kind.block, generator(0)
@@ -297,15 +298,19 @@ def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) 
             seen = visible[:, :, : hidden.shape[1]] & ~hidden[:, None]
             assert torch.equal(committed == 0, seen) and torch.equal(rest == 0, own)
             continue
-        lengths, starts, pages, page_starts, longest, relation, relation_starts = found
-        assert len(shown[0]) == 2 * cache.shown[1] and lengths.tolist() == before
-        assert starts.tolist() == [0, width, 2 * width] and int(longest) == before[0] + width
-        assert torch.equal(relation.view(2, width, width).bool(), own)
-        assert relation_starts.tolist() == [0, width**2, 2 * width**2]
-        assert page_starts.tolist() == [0, cache.view // size, 2 * cache.view // size]
-        for row, mine in enumerate(pages.view(2, cache.view // size).tolist()):
-            for block, page in enumerate(mine):
-                assert shown[-1][page].data_ptr() == cache.blocks(len(mine))[-1][block, row].data_ptr()
+        assert shown == []
+        (made,) = found
+        view, rows, number_bytes, *addresses = made.view(torch.int64).tolist()
+        assert (view, rows, number_bytes) == (cache.view, 2, 4)
+        members = [one.data_ptr() for one in cache.blocks(1)]
+        assert addresses[2:] == members and all(one % 64 == 0 for one in members)
+        assert torch.equal(read_at(addresses[0], 8 * slots.numel()).view(torch.int64), slots.flatten())
+        assert torch.equal(read_at(addresses[1], visible.numel()), visible.flatten().byte())
+
+
+def read_at(address: int, count: int) -> torch.Tensor:
+    """Return the bytes at an address."""
+    return torch.frombuffer(bytearray(ctypes.string_at(address, count)), dtype=torch.uint8)
 
 
 def test_buffers_are_named_anew_when_they_move() -> None:

@@ -1,7 +1,8 @@
-"""Compiles tile_product.cpp for this processor and this OpenVINO, once, into `operators/` of the cache.
+"""Compiles the operators for this processor and this OpenVINO, once, into `operators/` of the cache.
 
-That takes some seconds and a C++ compiler, on Linux and x86-64. Where there is none, OpenVINO's own products
-are used. The processor's kind is a part of the folder's name, since a home folder may serve several machines.
+That takes some seconds and a C++ compiler, on Linux and x86-64. Where there is none, OpenVINO's own operators
+do their work. The processor's kind is a part of the folder's name, since a home folder may serve several
+machines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from eagle_fsd.core.checks import one_line
@@ -25,14 +28,14 @@ from eagle_fsd.files.provenance import processor_flags
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("tile_product.cpp")
-SOURCES = (SOURCE, SOURCE.with_name("registers.hpp"))
-LIBRARY = "tile_product.so"
+CODE = ("tile_product.cpp", "tree_attention.cpp")  # compiled side by side
+SOURCES = (*CODE, "attention.hpp", "registers.hpp")
+LIBRARY = "operators.so"
 OPERATORS = KeptFolders("operators", LIBRARY)
-OFF = "EAGLE_FSD_NO_OPERATORS"  # any value but "" and "0" leaves all products to OpenVINO
+OFF = "EAGLE_FSD_NO_OPERATORS"  # any value but "" and "0" leaves all work to OpenVINO
 COMPILERS = ("c++", "g++", "clang++")
 PATIENCE = 300  # seconds that a compiler may take
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-w")
 AVX2 = ("avx2", "fma", "f16c")
 # What a processor must have, and what the compiler may then use; the first that fits is taken.
 LEVELS = {
@@ -56,7 +59,7 @@ def may_compile() -> bool:
 
 
 def compiled_operator() -> Path | None:
-    """Return the compiled operator, after compiling it if need be; None if that is not possible."""
+    """Return the compiled operators, after compiling them if need be; None if that is not possible."""
     folder = operator_folder()
     if folder is None:
         return None
@@ -66,25 +69,25 @@ def compiled_operator() -> Path | None:
         try:
             compile_into(folder)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            logger.info("products with few bits are left to OpenVINO: %s", one_line(error, 300))
+            logger.info("all operators are left to OpenVINO: %s", one_line(error, 300))
             return None
     return folder / LIBRARY
 
 
 def known_operator() -> Path | None:
-    """Return the compiled operator if it was compiled before."""
+    """Return the compiled operators if they were compiled before."""
     folder = operator_folder()
     return folder / LIBRARY if folder is not None and (folder / LIBRARY).is_file() else None
 
 
 def operator_folder() -> Path | None:
-    """Return where this processor's operator is, or would be; None if there can be none."""
+    """Return where this processor's operators are, or would be; None if there can be none."""
     if not may_compile() or platform.machine() != "x86_64" or (mine := level()) is None:
         return None
     if (package := openvino_folder()) is None:
         return None
     release = importlib.metadata.version("openvino")
-    code = (path.read_text(encoding="utf-8") for path in SOURCES)
+    code = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in SOURCES)
     parts = (*code, " ".join(FLAGS), str(package), release)
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     try:
@@ -94,13 +97,13 @@ def operator_folder() -> Path | None:
 
 
 def compile_into(folder: Path) -> None:
-    """Compile the operator into a folder that appears whole or not at all.
+    """Compile the operators into a folder that appears whole or not at all.
 
     Raises ValueError if there is no compiler or if it fails, and OSError if the folder cannot be written.
     """
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise ValueError("there is no C++ compiler (g++ or clang++) to compile a faster one with")
+        raise ValueError("there is no C++ compiler (g++ or clang++) to compile faster ones with")
     package = openvino_folder()
     assert package is not None
     headers, libraries = package / "include", package / "libs"
@@ -114,11 +117,16 @@ def compile_into(folder: Path) -> None:
         partial.mkdir()
         command = [*compiler.split(), *FLAGS, *level_flags(folder.name.partition("-")[0])]
         command += [f"-I{headers}", f"-I{headers / 'tbb'}"]
-        command += [str(SOURCE), *map(str, linked), f"-Wl,-rpath,{libraries}", "-o", str(partial / LIBRARY)]
-        logger.info("products with few bits are compiled for this processor, once: that takes some seconds")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        if done.returncode:
-            raise ValueError(f"{compiler} failed ({one_line(done.stderr or done.returncode, 200)})")
+        logger.info("operators are compiled for this processor, once: that takes some seconds")
+        objects = [partial / f"{name}.o" for name in CODE]
+        sources = [Path(__file__).with_name(name) for name in CODE]
+        with ThreadPoolExecutor() as pool:  # a compiler uses one core
+            parts = zip(sources, objects, strict=True)
+            list(pool.map(run, [[*command, "-c", str(source), "-o", str(made)] for source, made in parts]))
+        shared = ["-shared", *map(str, objects), *map(str, linked), f"-Wl,-rpath,{libraries}"]
+        run([*compiler.split(), *shared, "-o", str(partial / LIBRARY)])
+        for made in objects:
+            made.unlink()
         try:
             partial.rename(folder)
         except OSError:
@@ -128,6 +136,13 @@ def compile_into(folder: Path) -> None:
         OPERATORS.shrink({folder}, MOST)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a compiler. Raises ValueError if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    if done.returncode:
+        raise ValueError(f"{command[0]} failed ({one_line(done.stderr or done.returncode, 200)})")
 
 
 def level_flags(name: str) -> list[str]:

@@ -319,4 +319,7 @@ private:
 
 }  // namespace
 
-OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({std::make_shared<ov::OpExtension<TileProduct>>()}));
+ov::Extension::Ptr tree_attention();  // of tree_attention.cpp
+
+OPENVINO_CREATE_EXTENSIONS(
+    std::vector<ov::Extension::Ptr>({std::make_shared<ov::OpExtension<TileProduct>>(), tree_attention()}));
