@@ -190,7 +190,8 @@ class Network:
             request.give(place, value)
         request.bind(self.layout.first_member, cache)
         request.infer.infer()
-        output, *news = (torch.from_numpy(one.data) for one in request.infer.output_tensors)
+        places = range(len(graph.outputs))
+        output, *news = (torch.from_numpy(request.infer.get_output_tensor(place).data) for place in places)
         cache.write(news)
         return output.clone()  # the next call overwrites it
 

@@ -78,8 +78,8 @@ class Blocks:
 
 # Returns a weight's [out, in] blocks, or None for one that stays as it is.
 Encoder = Callable[[np.ndarray], Blocks | None]
-# Returns the node of rows [..., in] times a weight: [..., out].
-Multiplier = Callable[[Any, Blocks], Any]
+# Returns the outputs of rows [..., in] times weights of one kind: [..., out] each.
+Multiplier = Callable[[Any, Sequence[Blocks]], list[Any]]
 
 
 def round_to_int8(weight: np.ndarray) -> Blocks | None:
@@ -130,20 +130,24 @@ def constant_weight(node: Any) -> np.ndarray | None:
 
 
 def replace_products(products: Sequence[tuple[Any, Blocks]], multiply: Multiplier) -> None:
-    """Put one product with blocks in the place of products of one input, whose outputs it is split into."""
-    ops = openvino().opset13
+    """Put one product with blocks in the place of products of one input."""
     rows = products[0][0].input_value(0)
-    made = multiply(rows, Blocks.join([blocks for _, blocks in products]))
-    if len(products) == 1:
-        products[0][0].output(0).replace(made.output(0))
-        return
-    widths = np.array([len(blocks.integers) for _, blocks in products], dtype=np.int64)
-    parts = ops.variadic_split(made, ops.constant(np.int64(-1)), ops.constant(widths))
-    for place, (node, _) in enumerate(products):
-        node.output(0).replace(parts.output(place))
+    made = multiply(rows, [blocks for _, blocks in products])
+    for (node, _), output in zip(products, made, strict=True):
+        node.output(0).replace(output)
 
 
-def multiply_blocks(rows: Any, blocks: Blocks) -> Any:
+def multiply_blocks(rows: Any, parts: Sequence[Blocks]) -> list[Any]:
+    """Return the outputs of rows [..., in] times weights of one kind, [..., out] each, by one product."""
+    ops = openvino().opset13
+    made = multiply_joined(rows, Blocks.join(parts))
+    if len(parts) == 1:
+        return [made.output(0)]
+    widths = np.array([len(blocks.integers) for blocks in parts], dtype=np.int64)
+    return list(ops.variadic_split(made, ops.constant(np.int64(-1)), ops.constant(widths)).outputs())
+
+
+def multiply_joined(rows: Any, blocks: Blocks) -> Any:
     """Return the node of rows [..., in] times a weight in blocks: [..., out]."""
     ops = openvino().opset13
     count, groups, group = blocks.integers.shape

@@ -97,7 +97,7 @@ def test_products_with_the_blocks_are_right(kind: str, rounded: bool, allowed: f
     openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
     weight = plain_rows(kind, packed := random_rows(kind, 64, 512))
     given = openvino.opset13.parameter([-1, 512], np.float32)
-    model = openvino.Model([multiply_blocks(given, unpack(kind, packed))], [given], "product")
+    model = openvino.Model(multiply_blocks(given, [unpack(kind, packed)]), [given], "product")
     rows = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
     made = library.compile_graph(model, "f32", rounded, 1)(rows)[0]
     wanted = rows.astype(np.float64) @ weight.T.astype(np.float64)

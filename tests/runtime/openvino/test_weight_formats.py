@@ -103,7 +103,7 @@ def test_a_constant_of_few_bits_keeps_its_integers(bits: int) -> None:
 def test_a_product_with_blocks_is_the_plain_product(bits: int, offsets: bool, rank: int) -> None:
     blocks = random_blocks(24, bits, offsets)
     rows = ops.parameter([-1] * (rank - 1) + [WIDTH], np.float32)
-    model = openvino.Model([multiply_blocks(rows, blocks)], [rows], "product")
+    model = openvino.Model(multiply_blocks(rows, [blocks]), [rows], "product")
     for shape in ((1, 3), (2, 5)):
         x = numbers(*shape[-(rank - 1) :], WIDTH)
         np.testing.assert_allclose(compute(model, x)[0], x @ blocks.plain().T, **CLOSE)

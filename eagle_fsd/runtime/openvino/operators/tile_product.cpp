@@ -1,4 +1,4 @@
-// TileProduct, an operator of OpenVINO: float rows times a weight of few bits, kept as in a .gguf file.
+// TileProduct, an operator of OpenVINO: float rows times weights of few bits, kept as in a .gguf file.
 //
 // TILE outputs are computed side by side, one in each lane of a register. Their weights lie together, as layout.py
 // writes them: for each span of inputs a header of scales and minima, then for each CHUNK of inputs a plane of the
@@ -252,25 +252,27 @@ public:
 
     TileProduct() = default;
 
-    TileProduct(const ov::OutputVector& inputs, std::string kind, int64_t width, int64_t span)
-        : Op(inputs), kind_(std::move(kind)), width_(width), span_(span) {
+    TileProduct(const ov::OutputVector& inputs, std::string kind, std::vector<int64_t> widths, int64_t span)
+        : Op(inputs), kind_(std::move(kind)), widths_(std::move(widths)), span_(span) {
         constructor_validate_and_infer_types();
     }
 
     void validate_and_infer_types() override {
         NODE_VALIDATION_CHECK(this, works_of(kind_) != nullptr, "unknown kind of blocks: ", kind_);
         auto shape = get_input_partial_shape(0);
-        shape[shape.size() - 1] = width_;
-        set_output_type(0, ov::element::f32, shape);
+        for (size_t part = 0; part < widths_.size(); ++part) {
+            shape[shape.size() - 1] = widths_[part];
+            set_output_type(part, ov::element::f32, shape);
+        }
     }
 
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
-        return std::make_shared<TileProduct>(inputs, kind_, width_, span_);
+        return std::make_shared<TileProduct>(inputs, kind_, widths_, span_);
     }
 
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
         visitor.on_attribute("kind", kind_);
-        visitor.on_attribute("width", width_);
+        visitor.on_attribute("widths", widths_);
         visitor.on_attribute("span", span_);
         return true;
     }
@@ -281,11 +283,15 @@ public:
         auto shape = inputs[0].get_shape();
         const int64_t columns = static_cast<int64_t>(shape.back());
         const int64_t rows = columns ? static_cast<int64_t>(inputs[0].get_size()) / columns : 0;
-        const int64_t tiles = (width_ + TILE - 1) / TILE;
-        shape.back() = static_cast<size_t>(width_);
-        outputs[0].set_shape(shape);
+        std::vector<Part> parts;
+        int64_t tiles = 0;
+        for (size_t part = 0; part < widths_.size(); ++part) {
+            shape.back() = static_cast<size_t>(widths_[part]);
+            outputs[part].set_shape(shape);
+            parts.push_back({tiles, widths_[part], outputs[part].data<float>()});
+            tiles += (widths_[part] + TILE - 1) / TILE;
+        }
         const float* given = inputs[0].data<const float>();
-        float* made = outputs[0].data<float>();
         const auto* weights = static_cast<const uint8_t*>(inputs[1].data());
         const int64_t bytes = static_cast<int64_t>(inputs[1].get_byte_size()) / std::max<int64_t>(tiles, 1);
         const Work* works = works_of(kind_);
@@ -299,12 +305,16 @@ public:
             works[count - 1].round(given + row * columns, columns, rounded + bytes_of(row, columns));
         });
         auto multiply = [&](const tbb::blocked_range<int64_t>& range) {
-            for (int64_t tile = range.begin(); tile < range.end(); ++tile)
+            for (int64_t tile = range.begin(); tile < range.end(); ++tile) {
+                auto part = parts.rbegin();
+                while (part->first > tile) ++part;
+                const int64_t width = part->width, begin = (tile - part->first) * TILE;
                 each([&](int64_t row, int64_t count) {
                     works[count - 1].multiply(weights + tile * bytes, columns, span_, rounded + bytes_of(row, columns),
-                                              made + row * width_ + tile * TILE, width_,
-                                              std::min<int64_t>(TILE, width_ - tile * TILE));
+                                              part->made + row * width + begin, width,
+                                              std::min<int64_t>(TILE, width - begin));
                 });
+            }
         };
         // While it waits, this thread must not begin another product: its memory is in use.
         tbb::this_task_arena::isolate(
@@ -313,8 +323,15 @@ public:
     }
 
 private:
+    // The outputs of one weight among those whose tiles follow each other.
+    struct Part {
+        int64_t first, width;  // its first tile
+        float* made;
+    };
+
     std::string kind_;
-    int64_t width_ = 0, span_ = 0;
+    std::vector<int64_t> widths_;
+    int64_t span_ = 0;
 };
 
 }  // namespace
