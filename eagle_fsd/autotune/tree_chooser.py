@@ -79,7 +79,7 @@ def runtime_parts(target: TargetModel) -> list[object]:
     if target.graphs is None:
         return []
     runtime = target.graphs.runtime
-    return [runtime.name, library.version(), target.graphs.in_place, runtime.operators]
+    return [runtime.name, library.version(), target.graphs.cache.__name__, runtime.operators]
 
 
 class TreeChooser:

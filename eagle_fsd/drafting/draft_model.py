@@ -87,7 +87,15 @@ class DraftModelSpec:
 
     @classmethod
     def for_target(cls, draft: LanguageModel, target: Verifier, name: str = "draft-model") -> DraftModelSpec:
-        """Return the spec that drafts for a target. That their tokens mean the same is up to the caller."""
+        """Return the spec that drafts for a target. That their tokens mean the same is up to the caller.
+
+        Raises ValueError for graphs that attend over pages: they would show every node all others above it.
+        """
+        if draft.graphs is not None and draft.graphs.paged:
+            raise ValueError(
+                "the draft model's graphs attend over pages, which knows no tree: make its TargetModel with "
+                "pages=False"
+            )
         tokens = min(draft.vocab_size, target.vocab_size)
         return cls(draft, tokens, tokens < target.vocab_size, target.stepper.records, name)
 

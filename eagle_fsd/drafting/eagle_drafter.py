@@ -32,7 +32,7 @@ from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache, commit_in_chunks
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
-from eagle_fsd.runtime.openvino.network import Layout, Network
+from eagle_fsd.runtime.openvino.network import Network
 from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
@@ -237,7 +237,7 @@ def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network
     rows = torch.zeros(1, 3, head.config.hidden_size, dtype=torch.float32, device="cpu")
     members = [(head.config.num_key_value_heads, head.config.head_dim)] * 2
     inputs = (rows, rows, torch.arange(3, device="cpu")[None])
-    layout = Layout(inputs, 1, members, runtime.written)
+    layout = runtime.layout(inputs, 1, members)
     return runtime.network("head", head, work, layout, asdict(head.config), kept)
 
 

@@ -21,11 +21,12 @@ from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.block_cache import BlockCache
+from eagle_fsd.runtime.openvino.block_cache import BlockCache, PagedCache, WrittenCache
 from eagle_fsd.runtime.openvino.kept.graph_store import NoRoom
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
-from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
-from eagle_fsd.target.architecture import cache_argument, decoder_of
+from eagle_fsd.runtime.openvino.traced_attention import TracedAttention, page_operator
+from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
+from eagle_fsd.target.architecture import FULL, cache_argument, decoder_of
 from eagle_fsd.target.hf_attention import is_known_code, private_copy, use_attention
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import KeptGraphs
@@ -39,6 +40,7 @@ BLOCKWISE = "eagle_fsd_blocks"  # our traced attention's name among Hugging Face
 UNKNOWN = ("position_bias", "cache")  # arguments that ours does not support
 REMEDY = "use runtime torch"
 CONVERTER = f"transformers {transformers.__version__}"
+CACHES = (BlockCache, PagedCache, WrittenCache)
 ADMITTED = "admitted.json"  # beside a kept graph: where it passed the test of admission
 
 
@@ -126,8 +128,13 @@ class GraphDecoder:
     ) -> None:
         self.embeddings, self.kinds, self.runtime = embeddings, list(kinds), runtime
         self.taps = tuple(taps)
-        self.in_place, self.members = decoder.layout.in_place, decoder.layout.members
+        self.cache, self.members = decoder.layout.cache, decoder.layout.members
         self._decoder, self._lm_head = decoder, lm_head
+
+    @property
+    def paged(self) -> bool:
+        """Whether forwards see all slots before their own, whatever their mask says."""
+        return self.cache is PagedCache
 
     @property
     def weight_bytes(self) -> int:
@@ -140,7 +147,7 @@ class GraphDecoder:
         if None in folders or self.taps or not self.was_admitted():
             return None
         names = [folder.name for folder in folders if folder is not None]
-        return KeptGraphs(*names, self.kinds, self.members, self.in_place, window)
+        return KeptGraphs(*names, self.kinds, self.members, self.cache.__name__, window)
 
     def was_admitted(self) -> bool:
         """Return whether these graphs are kept, and passed the test of admission here in another process."""
@@ -222,14 +229,14 @@ def trace_graphs(
     kinds: Sequence[str],
     layers: Mapping[int, tuple[Tensor, Tensor]],
     runtime: OpenVINO,
-    in_place: bool = False,
+    cache: type[BlockCache] = BlockCache,
     taps: Sequence[int] = (),
 ) -> GraphDecoder:
     """Return a model's graphs in the runtime's weight format.
 
     kinds: of its layers' masks, in order. layers: each layer's keys and values in a cache, by its number.
-    in_place: let TreeAttention attend. taps: those to show; see target.taps. Raises ValueError if the model
-    cannot be traced, or has no such taps.
+    cache: that they read; see caches_for. taps: those to show; see target.taps. Raises ValueError if the
+    model cannot be traced, or has no such taps.
     """
     kinds, numbers = list(kinds), sorted(layers)
     members = [(tensor.shape[1], tensor.shape[3]) for number in numbers for tensor in layers[number]]
@@ -261,7 +268,7 @@ def trace_graphs(
         return states
 
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layout = layout_of(embeddings, kinds, members, runtime.written if in_place else None)
+    layout = layout_of(runtime, embeddings, kinds, members, cache)
     try:
         made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
         network = runtime.network("decoder", decoder, work, layout, made_of, kept)
@@ -279,8 +286,8 @@ def trace_graphs(
 def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:
     """Return the graphs that are kept of a model. Raises ValueError if they are gone or from elsewhere."""
     kept, kind = model.outline.graphs, model.config.model_type
-    written = runtime.written if kept.in_place else None
-    layout = layout_of(model.embeddings, kept.kinds, kept.members, written)
+    cache = next(one for one in CACHES if one.__name__ == kept.cache)
+    layout = layout_of(runtime, model.embeddings, kept.kinds, kept.members, cache)
     network = runtime.read_network(kept.decoder, layout)
     product = runtime.read_product(kept.lm_head, *model.lm_head.weight.shape)
     if network is None or product is None:
@@ -295,12 +302,29 @@ def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:
 
 @torch.inference_mode()
 def layout_of(
-    embeddings: nn.Module, kinds: Sequence[str], members: Sequence[Sequence[int]], written: torch.dtype | None
+    runtime: OpenVINO,
+    embeddings: nn.Module,
+    kinds: Sequence[str],
+    members: Sequence[Sequence[int]],
+    cache: type[BlockCache],
 ) -> Layout:
-    """Return the layout of a decoder that takes embeddings and positions. written: see Layout."""
+    """Return the layout of a decoder that takes embeddings and positions."""
     positions = torch.arange(3, device="cpu")[None]
     examples = embeddings(torch.zeros_like(positions)), positions
-    return Layout(examples, len(kinds), [(heads, width) for heads, width in members], written)
+    return runtime.layout(examples, len(kinds), [(heads, width) for heads, width in members], cache)
+
+
+def caches_for(kinds: Sequence[str], runtime: OpenVINO, pages: bool) -> list[type[BlockCache]]:
+    """Return the caches that a target's graphs may read, the best one first. pages: see TargetModel.
+
+    Pages are for full attention alone, and not for bfloat16.
+    """
+    if runtime.operators is not None:
+        return [WrittenCache, BlockCache]
+    paged = (
+        pages and list(kinds) == [FULL] and runtime.weight_format != BFLOAT16 and page_operator() is not None
+    )
+    return [PagedCache, BlockCache] if paged else [BlockCache]
 
 
 def name_of_note(taps: Sequence[int]) -> str:

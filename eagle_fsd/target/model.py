@@ -69,7 +69,8 @@ class TargetModel:
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
     logits. max_positions: the longest text, prompt included. kinds: of its attention. recurrent: whether
     layers have states. slots_of_states: see SavedRow. media: the images and sounds in prompts. stepper: how
-    the parts of a step are run. ranks: the processes that hold a part of it each.
+    the parts of a step are run. ranks: the processes that hold a part of it each. pages: whether its graphs
+    may attend over pages. Draft models need False: pages show a token all slots before its own.
     ignored_defaults: options of the generation_config that are not applied here, such as typical_p. The model
     is never changed, not even temporarily.
     """
@@ -80,6 +81,7 @@ class TargetModel:
         stepper: Stepper = EAGER,
         runtime: OpenVINO | None = None,
         ranks: Ranks = ALONE,
+        pages: bool = True,
     ) -> None:
         if not isinstance(model, KeptModel):
             check_model(model)
@@ -111,16 +113,16 @@ class TargetModel:
             self.device = feature_device(model)
             self.recurrent = bool(find_mixers(self.decoder))
             self.stepper = EAGER if self.recurrent else stepper
-            self._admit(runtime)
+            self._admit(runtime, pages)
         report_defaults(self.ignored_defaults, self.own_defaults)
 
-    def _admit(self, runtime: OpenVINO | None) -> None:
+    def _admit(self, runtime: OpenVINO | None, pages: bool) -> None:
         """Test the model, and let a runtime compute it. Raises ValueError if that cannot be."""
         if runtime is None or self.kinds != {FULL}:  # else graphs are tested alone
             check_tree_verification(self)  # which also finds out whether windows are real
         self.flash = flash_verifies(self)
         if runtime is not None:
-            compute_with(self, runtime)
+            compute_with(self, runtime, pages)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -90,13 +90,18 @@ def test_trees_carry_the_distributions_of_plain_forwards(
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.inference_mode()
-def test_trees_carry_them_on_openvino(family: str) -> None:
-    """A level sees its ancestors alone."""
+def test_trees_carry_them_on_openvino(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level sees its ancestors alone, which OpenVINO's attention over pages cannot do."""
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
     from eagle_fsd.runtime.openvino.backend import OpenVINO
 
     model = tiny_model(family, seed=5)
-    check_trees(TargetModel(model, runtime=OpenVINO("float32")), TREE)
+    check_trees(TargetModel(model, runtime=OpenVINO("float32"), pages=False), TREE)
+    monkeypatch.setenv("EAGLE_FSD_NO_OPERATORS", "1")
+    check_trees(TargetModel(model, runtime=OpenVINO("float32"), pages=False), TREE)
+    if family == "llama":
+        with pytest.raises(ValueError, match="attend over pages, which knows no tree"):
+            DraftModelSpec.for_target(TargetModel(model, runtime=OpenVINO("float32")), TARGET)
 
 
 def check_trees(model: TargetModel, tree_config: TreeConfig) -> None:

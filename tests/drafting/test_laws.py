@@ -216,7 +216,7 @@ def graph_engine(name: str = "draft model") -> EagleFSD:
     target = TargetModel(tiny_model(), runtime=OpenVINO("float32"))
     if name == "eagle3":
         return EagleFSD(target, eagle3_head(4))
-    draft = TargetModel(near_model(), runtime=OpenVINO("float32"))
+    draft = TargetModel(near_model(), runtime=OpenVINO("float32"), pages=False)
     return EagleFSD(target, DraftModelSpec.for_target(draft, target))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
+from eagle_fsd.runtime.openvino.block_cache import BlockCache, PagedCache, WrittenCache
+from eagle_fsd.runtime.openvino.traced_attention import PagedAttention, TracedAttention, TreeAttention
 from eagle_fsd.target.admission.checks import check_tree_verification
 from eagle_fsd.target.hf_attention import is_known_code
 from eagle_fsd.target.model import TargetModel
@@ -72,10 +73,29 @@ def test_greedy_texts_equal_those_of_torch(family: str) -> None:
     assert [one.tau for one in got.stats] == pytest.approx([one.tau for one in wanted.stats])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "granite", "qwen2-window", "gemma3", "gemma2"])
+WITHOUT = {  # the operator
+    "llama": PagedCache,
+    "gpt2": PagedCache,
+    "granite": PagedCache,
+    "qwen2-window": BlockCache,
+    "gemma3": BlockCache,
+    "gemma2": BlockCache,
+}
+
+
+@pytest.mark.parametrize("family", WITHOUT)
 def test_attention_is_in_place(family: str) -> None:
+    """OpenVINO's pages have neither sliding windows nor soft-caps: models with either attend over blocks."""
+    wanted = WITHOUT[family] if library.operator() is None else WrittenCache
     graphs = engines_of(family)[1].target.graphs
-    assert graphs is not None and graphs.in_place == (library.operator() is not None)
+    assert graphs is not None and graphs.cache is wanted
+
+
+ATTENTION = "eagle_fsd.runtime.openvino.traced_attention"
+
+
+def refuse(*_inputs: object) -> None:
+    raise RuntimeError("28 inputs were expected")
 
 
 def without_operators(patch: pytest.MonkeyPatch) -> None:
@@ -83,28 +103,44 @@ def without_operators(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(library, "operator", lambda: None)
 
 
+def without_pages(patch: pytest.MonkeyPatch) -> None:
+    """Let OpenVINO have no attention over pages either."""
+    without_operators(patch)
+    patch.setattr("eagle_fsd.target.graph_decoder.page_operator", lambda: None)
+
+
 def failing_conversion(patch: pytest.MonkeyPatch) -> None:
-    """Let the operator refuse its inputs."""
-
-    def refuse() -> None:
-        raise RuntimeError("8 inputs were expected")
-
+    """Let our operator refuse its inputs."""
     patch.setattr(library, "node_factory", refuse)
 
 
-def wrong_scale(patch: pytest.MonkeyPatch, everywhere: bool = False) -> None:
-    """Let the operator compute something else."""
-    attend = TracedAttention.attend
-
-    def scaled(self: TracedAttention, *inputs: Any) -> Tensor:
-        layer, q, *rest = inputs
-        return attend(self, layer, q if self.addresses is None and not everywhere else 3 * q, *rest)
-
-    patch.setattr(TracedAttention, "attend", scaled)
+def failing_pages(patch: pytest.MonkeyPatch) -> None:
+    """Let OpenVINO's operator refuse its inputs, as that of another release may."""
+    without_operators(patch)
+    patch.setattr(f"{ATTENTION}.page_operator", lambda: refuse)
 
 
-@pytest.mark.parametrize("trouble", [without_operators, failing_conversion, wrong_scale])
-def test_blocks_serve_where_the_operator_does_not(
+def wrong_scale(patch: pytest.MonkeyPatch, kinds: Sequence[type[TracedAttention]] = (TreeAttention,)) -> None:
+    """Let an attention compute something else."""
+    for kind in kinds:
+        attend = kind.attend
+
+        def scaled(self: Any, layer: int, q: Tensor, *rest: Any, attend: Any = attend) -> Tensor:
+            return attend(self, layer, 3 * q, *rest)
+
+        patch.setattr(kind, "attend", scaled)
+
+
+def wrong_pages(patch: pytest.MonkeyPatch) -> None:
+    without_operators(patch)
+    wrong_scale(patch, (PagedAttention,))
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [without_operators, without_pages, failing_conversion, failing_pages, wrong_scale, wrong_pages],
+)
+def test_others_serve_where_an_operator_does_not(
     trouble: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE_FSD_NO_WEIGHTS_CACHE", "1")
@@ -112,7 +148,8 @@ def test_blocks_serve_where_the_operator_does_not(
     with monkeypatch.context() as patch:
         trouble(patch)
         target = TargetModel(tiny_model("llama"), runtime=OpenVINO("float32"))
-    assert target.graphs is not None and not target.graphs.in_place
+    assert target.graphs is not None
+    assert target.graphs.cache is (PagedCache if trouble is without_operators else BlockCache)
     assert target.weight_bytes == pytest.approx(engines_of("llama")[1].target.weight_bytes, rel=0.02)
     wanted, got = (
         engine.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TREE).new_tokens
@@ -141,7 +178,7 @@ def test_a_graph_that_is_wrong_in_a_window_is_refused_for_its_numbers(
 ) -> None:
     """Whether the model has the window of its config was found out before there were graphs."""
     monkeypatch.setenv("EAGLE_FSD_NO_WEIGHTS_CACHE", "1")
-    wrong_scale(monkeypatch, everywhere=True)
+    wrong_scale(monkeypatch, (TracedAttention, TreeAttention))
     with pytest.raises(ValueError, match="'mistral' model whose tree verification differs"):
         TargetModel(tiny_model("mistral"), runtime=OpenVINO("float32"))
 

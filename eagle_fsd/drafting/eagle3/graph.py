@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.network import Layout, Network, Product
+from eagle_fsd.runtime.openvino.network import Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import TracedAttention
 
 
@@ -47,7 +47,7 @@ class Eagle3Graph:
         rows = torch.zeros(1, 3, head.config.hidden_size, dtype=torch.float32, device="cpu")
         members = [(head.config.num_key_value_heads, head.config.head_dim)] * (2 * len(head.config.windows))
         inputs = (rows, rows, torch.arange(3, device="cpu")[None])
-        layout = Layout(inputs, len(windows), members, runtime.written)
+        layout = runtime.layout(inputs, len(windows), members)
         return cls(
             None if head.fc is None else runtime.product("head_fc", head.fc.weight, head.fc.bias),
             runtime.network("head", head, work, layout, asdict(head.config)),

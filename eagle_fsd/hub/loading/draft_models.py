@@ -32,7 +32,7 @@ def spec_of_layers(target: TargetModel, count: int) -> DraftModelSpec:
         draft = TargetModel(model, target.stepper)
     else:
         runtime = OpenVINO(target.runtime.weight_format, target.runtime.packed)
-        draft = TargetModel(model, runtime=runtime)
+        draft = TargetModel(model, runtime=runtime, pages=False)
     return DraftModelSpec.for_target(draft, target, "first-layers")
 
 
@@ -60,7 +60,7 @@ def load_draft_model(
     if runtime is not None and quantised_by(model) is None:  # else only torch computes it
         few_bits = runtime.weight_format == PACKED and source.gguf_file is None
         try:
-            draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format)
+            draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format, pages=False)
         except ValueError as error:
             if argument_for_openvino(options.runtime, options.weight_format) is not None:
                 raise

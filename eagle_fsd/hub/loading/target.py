@@ -131,9 +131,9 @@ def pack_for(model: torch.nn.Module, options: LoadOptions) -> None:
 
 
 def compile_target(
-    model: PreTrainedModel | KeptModel, source: TargetSource, weight_format: str
+    model: PreTrainedModel | KeptModel, source: TargetSource, weight_format: str, pages: bool = True
 ) -> TargetModel:
-    """Return a model in float32 as a target that OpenVINO computes.
+    """Return a model in float32 as a target that OpenVINO computes. pages: see TargetModel.
 
     Raises ValueError if another tool holds its weights quantised, or it cannot be converted.
     """
@@ -151,4 +151,4 @@ def compile_target(
     own = None
     if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)
-    return TargetModel(model, runtime=OpenVINO(weight_format, own))
+    return TargetModel(model, runtime=OpenVINO(weight_format, own), pages=pages)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.files.provenance import cores, machine_memory
 from eagle_fsd.runtime.openvino import library
+from eagle_fsd.runtime.openvino.block_cache import BlockCache, WrittenCache
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, constant_bytes, find_or_make, read
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
@@ -72,15 +73,21 @@ class OpenVINO:
         """The name of the library whose operators graphs have; None: they have OpenVINO's alone."""
         return operators_of(self.weight_format)
 
-    @property
-    def written(self) -> torch.dtype | None:
-        """The dtype of the caches that graphs write; None if they write none. See Layout.
+    def layout(
+        self,
+        inputs: Sequence[Tensor],
+        masks: int,
+        members: Sequence[tuple[int, int]],
+        cache: type[BlockCache] | None = None,
+    ) -> Layout:
+        """Return a network's layout. cache: by default the best one that serves any mask.
 
         Where activations are rounded to 8 bits anyway, 16 bits are enough for keys and values.
         """
-        if self.operators is None:
-            return None
-        return torch.float16 if self.rounds else torch.float32
+        if cache is None:
+            cache = WrittenCache if self.operators else BlockCache
+        halves = cache is WrittenCache and self.rounds
+        return Layout(inputs, masks, members, cache, torch.float16 if halves else torch.float32)
 
     def network(
         self,
@@ -98,7 +105,7 @@ class OpenVINO:
         """
         weights = [*module.parameters(), *module.buffers()]
         shapes = [list(one.shape[2:]) for one in layout.inputs]
-        parts = [made_of, layout.masks, layout.members, str(layout.written), shapes]
+        parts = [made_of, layout.masks, layout.members, layout.cache.__name__, str(layout.dtype), shapes]
         return self._network(
             *self._graph(name, weights, parts, lambda: trace(module, work, layout), kept), layout
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise, product
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from eagle_fsd.core.tree import additive
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
+PAGE = 32  # slots of a page; OpenVINO's attention takes no others on a CPU
 WRITTEN_BLOCK = 64  # slots of a block that a graph writes: SLOTS in attention.hpp
 FIRST_ADDRESS = 4  # how many numbers there are before the addresses of masks; see WrittenCache.sight
 LINE = 64  # bytes of a cache line: registers that are read from two lines take twice as long
@@ -34,6 +36,7 @@ class BlockCache(KVCache):
     """
 
     block = BLOCK  # how many slots lie together
+    tables: ClassVar[int | None] = None  # how many tensors `sight` returns; None: one for each kind of mask
 
     # A graph writes all scores of a layer to memory, so fewer rows at a time are faster: a prompt of 2,000
     # tokens takes 5.1 s in parts of 512 tokens, 3.6 s in parts of 256 or 128.
@@ -221,10 +224,63 @@ class BlockCache(KVCache):
         return torch.from_numpy(room[first : first + size]).view(self.dtype).view(shape)
 
 
+class PagedCache(BlockCache):
+    """Blocks that are the pages of OpenVINO's attention: page b * rows + r holds block b of row r.
+
+    A graph gets all pages and tables that say which of them are whose, so it never gets other tensors as a
+    text grows. It writes the new keys and values by itself.
+    """
+
+    block, tables = PAGE, 7
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        members: Sequence[tuple[int, int]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(batch, capacity, members, dtype)
+        self._pages: tuple[tuple[int, int, int], Tensor] | None = None  # and what they are for
+
+    @property
+    def shown(self) -> tuple[object, int]:
+        return self.buffers, self.capacity // PAGE
+
+    def show(self) -> list[Tensor]:
+        """Return every member's pages, [blocks * rows, H, PAGE, D]."""
+        return [blocks.flatten(0, 1) for blocks in self.blocks(self.capacity // PAGE)]
+
+    def sight(self, visible: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the attention has to know of the tokens last placed, as int32, but for the relation.
+
+        visible: of one kind. All slots before the first of the tokens are seen, and of their own those of the
+        relation. lengths: [B], the slots before them. starts: [B + 1], where each row's tokens begin among
+        all. pages: [B * blocks], each row's. page_starts: [B + 1]. longest: [], the most slots of a row.
+        relation: [B * n * n] uint8, which of a row's tokens each of them sees. relation_starts: [B + 1].
+        """
+        batch, count = self.slots.shape
+        blocks = self.view // PAGE
+        like = {"dtype": torch.int32, "device": self.device}
+        rows = torch.arange(batch + 1, **like)
+        key = (batch, blocks, self.rows)
+        if self._pages is None or self._pages[0] != key:
+            first = torch.arange(batch, **like)[:, None]
+            self._pages = key, (first + self.rows * torch.arange(blocks, **like)).flatten()
+        longest = torch.tensor(max(self.row_lengths) + self._offset + count, **like)
+        relation = visible[0].gather(2, self.slots[:, None, :].expand(-1, count, -1)).flatten().byte()
+        lengths = (self.lengths + self._offset).int()
+        starts, relation_starts = rows * count, rows * (count * count)
+        return [lengths, starts, self._pages[1], rows * blocks, longest, relation, relation_starts]
+
+    def write(self, news: Sequence[Tensor]) -> None:
+        """Do nothing: the graph has written them."""
+
+
 class WrittenCache(BlockCache):
     """Blocks that a graph reads and writes by itself, with TreeAttention, which gets their addresses."""
 
-    block = WRITTEN_BLOCK
+    block, tables = WRITTEN_BLOCK, 1
 
     def __init__(
         self,

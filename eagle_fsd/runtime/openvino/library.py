@@ -180,17 +180,33 @@ def compile_graph(
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
     few bits round their other factor to 8 bits. A folder is ignored if it cannot be used, or if another
-    process keeps it locked for long.
+    process keeps it locked for long. A graph with attention over pages is always compiled: OpenVINO writes
+    its compiled form and cannot read it.
     """
     config = settings(precision, rounded_activations, threads)
+    paged = describe_pages(model)
     with LOCALE:
-        if folder is not None and folder.is_dir():
+        if folder is not None and folder.is_dir() and not paged:
             try:
                 with hold_lock(folder / "compiled"):
                     return core().compile_model(model, "CPU", config | {"CACHE_DIR": str(folder)})
             except (OSError, RuntimeError) as error:
                 logger.info("the compiled form of %s is not kept: %s", folder.name, one_line(error, 200))
         return core().compile_model(model, "CPU", config)
+
+
+def describe_pages(model: Any) -> bool:
+    """Note heads and their sizes at the operators of an openvino.Model, which a file does not keep.
+
+    Returns whether the model has such operators, which attend over pages.
+    """
+    found = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    for node in found:
+        for place, name in ((3, "k"), (4, "v")):
+            _, heads, _, size = node.get_input_partial_shape(place)
+            node.get_rt_info()[f"num_{name}_heads"] = heads.get_length()
+            node.get_rt_info()[f"{name}_head_size"] = size.get_length()
+    return bool(found)
 
 
 class LocaleKeeper:

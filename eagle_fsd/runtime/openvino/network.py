@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, WrittenCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
 from eagle_fsd.runtime.openvino.library import convert, openvino
-from eagle_fsd.runtime.openvino.traced_attention import TracedAttention, tree_attention_extension
+from eagle_fsd.runtime.openvino.traced_attention import EXTENSIONS, TracedAttention, attention_in_place
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.packed_linear import plain_linears
 
@@ -29,30 +29,28 @@ class Layout:
     """What a network takes.
 
     inputs: an example of each, [B, n, ...]. masks: how many kinds. members: of the cache; see BlockCache.
-    written: the dtype of the WrittenCache that TreeAttention reads, and writes what is new to; None if there
-    is no TreeAttention, but a BlockCache.
+    cache, dtype: the class of the caches that it reads, and of their numbers.
     """
 
     inputs: Sequence[Tensor]
     masks: int
     members: Sequence[tuple[int, int]]
-    written: torch.dtype | None = None
+    cache: type[BlockCache] = BlockCache
+    dtype: torch.dtype = torch.float32
 
     @property
     def in_place(self) -> bool:
         """Whether the graph writes to the cache by itself."""
-        return self.written is not None
+        return self.cache is not BlockCache
 
     @property
     def first_member(self) -> int:
         """The place among a graph's inputs of the first of the cache's members."""
-        return len(self.inputs) + (1 if self.in_place else self.masks)
+        return len(self.inputs) + (self.cache.tables or self.masks)
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         """Return a cache that the network reads."""
-        if self.written is None:
-            return BlockCache(batch, capacity, self.members)
-        return WrittenCache(batch, capacity, self.members, self.written)
+        return self.cache(batch, capacity, self.members, self.dtype)
 
     def examples(self) -> list[Tensor]:
         """Return an example of every input of the graph."""
@@ -78,6 +76,8 @@ class Layout:
             shape = found[place] = list(example.shape)
             if place < len(self.inputs):
                 shape[:2] = batch, new
+            elif self.cache is PagedCache:
+                shape[:1] = [-1] if shape else []
             elif self.in_place:
                 continue  # the addresses of the cache
             elif place >= self.first_member:
@@ -99,12 +99,12 @@ class Traced(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count, first = len(self.layout.inputs), self.layout.first_member
         inputs, seen, members = tensors[:count], tensors[count:first], tensors[first:]
+        pairs = list(zip(members[::2], members[1::2], strict=True))
         if self.layout.in_place:
             batch, new = inputs[0].shape[:2]
             like = {"dtype": torch.float32, "device": "cpu"}
             masks = [torch.zeros(batch, 1, new, new, **like) for _ in range(self.layout.masks)]
-            return (self.work(inputs, TracedAttention(masks, addresses=seen[0])),)
-        pairs = list(zip(members[::2], members[1::2], strict=True))
+            return (self.work(inputs, attention_in_place(self.layout.cache, masks, pairs, seen)),)
         attention = TracedAttention(seen, pairs)
         output = self.work(inputs, attention)
         members = [tensor for layer in range(len(pairs)) for tensor in attention.new[layer]]
@@ -123,7 +123,7 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     # A model may be packed for torch meanwhile, whose products cannot be traced.
     with torch.inference_mode(False), torch.no_grad(), plain_linears(network):
         examples = [example.clone() for example in layout.examples()]
-        extensions = [tree_attention_extension()] if layout.in_place else []
+        extensions = [EXTENSIONS[layout.cache]()] if layout.in_place else []
         model = convert(Traced(network, work, layout), tuple(examples), extensions)
     for port, shape in zip(model.inputs, layout.shapes().values(), strict=True):
         port.get_node().set_partial_shape(openvino().PartialShape(shape))

@@ -1,9 +1,11 @@
 """Attention as it is traced into graphs. It reads the committed keys and values where they lie.
 
 Where our operator TreeAttention can be compiled, it attends, and writes the new keys and values to their
-slots by itself. Else `attend_blocks` does, which is made of plain products. Both can do all that a model may
-ask for. Shapes: B rows, H query heads, K key-value heads, g = H / K query heads that share one, n new tokens,
-D head size, N blocks of BLOCK slots, S slots in view.
+slots by itself. Else `attend_pages` does, an operator of OpenVINO that was made for serving: it writes them
+too, and its mask is that of a tree. It has neither soft-caps nor sliding windows, and in it a level of a tree
+cannot see a part of the levels above. `attend_blocks` is made of plain products and does all that a model may
+ask. Shapes: B rows, H query heads, K key-value heads, g = H / K query heads that share one, n new tokens, D
+head size, N blocks of BLOCK slots, P pages of PAGE slots, S slots in view.
 """
 
 from __future__ import annotations
@@ -11,28 +13,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, FIRST_ADDRESS
+from eagle_fsd.runtime.openvino.block_cache import (
+    BLOCK,
+    FIRST_ADDRESS,
+    BlockCache,
+    PagedCache,
+    WrittenCache,
+)
 
 
 class TracedAttention:
     """The attention of a traced network: it gives a layer its keys and values, and takes its new ones.
 
     masks: one for each kind, to be handed to `attend`. members: each layer's committed (keys, values).
-    addresses: of a WrittenCache, so that TreeAttention attends; see WrittenCache.sight. The masks then only
-    stand for those whose addresses these are, and are told apart by their identity.
     """
 
-    def __init__(
-        self,
-        masks: Sequence[Tensor],
-        members: Sequence[tuple[Tensor, Tensor]] = (),
-        addresses: Tensor | None = None,
-    ) -> None:
-        self.masks, self.members, self.addresses = list(masks), members, addresses
+    def __init__(self, masks: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.masks, self.members = list(masks), members
         self.new: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
 
     def attend(
@@ -49,18 +51,76 @@ class TracedAttention:
         """Return attention of new tokens over committed ones and each other: [B, H, n, D of values].
 
         layer: the place of its members. q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. softcap,
-        sinks: see attend_blocks. Raises NotImplementedError for a mask that is none of `masks`, in place.
+        sinks: see attend_blocks. Raises NotImplementedError for what this attention cannot do.
         """
         self.new[layer] = k, v
-        if self.addresses is None:
-            return attend_blocks(q, k, v, *self.members[layer], mask, scale, softcap, sinks)
+        return attend_blocks(q, k, v, *self.members[layer], mask, scale, softcap, sinks)
+
+
+class PagedAttention(TracedAttention):
+    """The same over pages, by OpenVINO's operator. tables: see PagedCache.sight, in the masks' place."""
+
+    def __init__(
+        self, masks: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]], tables: Sequence[Tensor]
+    ) -> None:
+        super().__init__(masks, members)
+        self.tables = tables
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if softcap is not None or sinks is not None:
+            raise NotImplementedError("its attention has soft-caps or sinks")
+        return attend_pages(q, k, v, *self.members[layer], self.tables, scale)
+
+
+class TreeAttention(TracedAttention):
+    """The same over a WrittenCache, by our operator.
+
+    addresses: see WrittenCache.sight. The masks stand for those whose addresses these are, and are told apart
+    by their identity.
+    """
+
+    def __init__(self, masks: Sequence[Tensor], addresses: Tensor) -> None:
+        super().__init__(masks, ())
+        self.addresses = addresses
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         kind = next((kind for kind, its in enumerate(self.masks) if its is mask), None)
         if kind is None:
             raise NotImplementedError("a layer attends under a mask that it has changed")
         none = torch.zeros(0, dtype=torch.float32, device="cpu")
         given = (q, k, v, self.addresses, none if sinks is None else sinks)
         places = (FIRST_ADDRESS + kind, FIRST_ADDRESS + len(self.masks) + 2 * layer)
-        return _stand_in(*given, scale, softcap or 0.0, *places).transpose(1, 2)
+        return _tree_attention(*given, scale, softcap or 0.0, *places).transpose(1, 2)
+
+
+def attention_in_place(
+    cache: type[BlockCache],
+    masks: Sequence[Tensor],
+    members: Sequence[tuple[Tensor, Tensor]],
+    seen: Sequence[Tensor],
+) -> TracedAttention:
+    """Return the attention over a cache that the graph writes. seen: what the cache's `sight` returns."""
+    return PagedAttention(masks, members, seen) if cache is PagedCache else TreeAttention(masks, seen[0])
 
 
 def attend_blocks(
@@ -103,13 +163,87 @@ def attend_blocks(
     return mixed.reshape(batch, kv_heads * groups, count, v.shape[-1])
 
 
-# -- in place ----------------------------------------
+# -- pages ----------------------------------------
 
-STAND_IN = "eagle_fsd::tree_attention"
+PAGES = "eagle_fsd::attend_pages"
 
 
-@torch.library.custom_op(STAND_IN, mutates_args=())
-def _stand_in(
+@torch.library.custom_op(PAGES, mutates_args=())
+def _page_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    pages: Tensor,
+    page_starts: Tensor,
+    longest: Tensor,
+    relation: Tensor,
+    relation_starts: Tensor,
+    scale: float,
+) -> Tensor:
+    """Stand for OpenVINO's operator while a graph is traced. Only the shape of what it returns is right."""
+    return q.new_zeros(len(q), q.shape[1] // k.shape[1] * v.shape[1])
+
+
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Sequence[Tensor], scale: float
+) -> Tensor:
+    """Return what `attend_blocks` returns, [B, H, n, D]; the graph also writes k and v into their slots.
+
+    q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. keys, values: [P, K, PAGE, D]. tables: see
+    PagedCache.sight.
+    """
+    batch, heads, count, _ = q.shape
+    rows = [one.transpose(1, 2).reshape(batch * count, -1) for one in (q, k, v)]
+    mixed = _page_attention(*rows, keys, values, *tables, scale)
+    return mixed.view(batch, count, heads, -1).transpose(1, 2)
+
+
+def page_operator() -> Any:
+    """Return OpenVINO's class of the operator, which it may change or take away; None if it has none."""
+    return getattr(library.openvino().op, "_PagedAttentionExtension", None)
+
+
+def page_extension() -> Any:
+    """Return what lets OpenVINO's converter make its own operator of the one that stands for it."""
+    library.openvino()  # quietly
+    from openvino.frontend.pytorch import ConversionExtension
+
+    return ConversionExtension(PAGES, _convert_pages)
+
+
+def _convert_pages(context: Any) -> list[Any]:
+    """Return the operator's output, given the traced one's inputs."""
+    ops = library.openvino().opset13
+    q, k, v, keys, values, *tables = (context.get_input(place) for place in range(12))
+    lengths, starts, pages, page_starts, longest, relation, relation_starts = tables
+    scale = context.get_values_from_const_input(12, None, float)
+
+    def constant(value: float | list[float], kind: type) -> Any:
+        return ops.constant(np.array(value, dtype=kind)).output(0)
+
+    none, zero, no_floats = constant([], np.int32), constant(0, np.int32), constant([], np.float32)
+    window, slopes, scores, types = zero, no_floats, none, none  # sliding windows, ALiBi and what is not used
+    rotation, sparsity, eviction = [none, none, no_floats], [no_floats, zero, zero], [zero, none, none, none]
+    sinks = ops.constant(np.empty((0, 0, 0, 0), dtype=np.float32)).output(0)
+    how = [constant(scale, np.float32), window, slopes, longest, scores]
+    inputs = [q, k, v, keys, values, lengths, starts, pages, page_starts, *how]
+    made = page_operator()(
+        [*inputs, *rotation, *sparsity, sinks, *eviction, types, relation, relation_starts]
+    )
+    return [made.output(0)]
+
+
+# -- our operator ----------------------------------------
+
+TREE = "eagle_fsd::tree_attention"
+
+
+@torch.library.custom_op(TREE, mutates_args=())
+def _tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -133,10 +267,10 @@ def tree_attention_extension() -> Any:
     library.openvino()  # quietly
     from openvino.frontend.pytorch import ConversionExtension
 
-    return ConversionExtension(STAND_IN, _convert)
+    return ConversionExtension(TREE, _convert_tree)
 
 
-def _convert(context: Any) -> list[Any]:
+def _convert_tree(context: Any) -> list[Any]:
     """Return the operator's output, given the traced one's inputs."""
     inputs = [context.get_input(place) for place in range(5)]
     kinds = {"scale": float, "softcap": float, "mask": int, "keys": int}
@@ -146,3 +280,7 @@ def _convert(context: Any) -> list[Any]:
     }
     made = library.node_factory().create("TreeAttention", inputs, attributes)
     return [made.output(0)]
+
+
+# What lets OpenVINO's converter make operators of what stands for them, by the cache that they write.
+EXTENSIONS = {PagedCache: page_extension, WrittenCache: tree_attention_extension}

@@ -20,6 +20,7 @@ from eagle_fsd.core.devices import refuse_lack_of_memory
 from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.admission.reasons import FORWARD_ERRORS, reason_of
@@ -39,7 +40,7 @@ from eagle_fsd.target.architecture import (
     named_layer_kinds,
     quantised_by,
 )
-from eagle_fsd.target.graph_decoder import REMEDY, trace_graphs
+from eagle_fsd.target.graph_decoder import REMEDY, caches_for, trace_graphs
 from eagle_fsd.target.states.mixers import find_mixers
 
 if TYPE_CHECKING:
@@ -125,18 +126,21 @@ def refuse_layers(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def compute_with(target: Candidate, runtime: OpenVINO) -> None:
-    """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model."""
+def compute_with(target: Candidate, runtime: OpenVINO, pages: bool) -> None:
+    """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model.
+
+    pages: whether its graphs may attend over pages.
+    """
     refuse_layers(target.model)
     target.stepper = FixedShapes()
-    for in_place in [True, False] if runtime.written else [False]:
+    for cache in caches_for(sorted(target.kinds), runtime, pages):
         try:
-            trace_and_test(target, runtime, in_place)
+            trace_and_test(target, runtime, cache)
             return
         except ValueError as error:
-            if not in_place:
+            if cache is BlockCache:
                 raise
-            logger.info("TreeAttention is not used: %s", one_line(error, 200))
+            logger.info("a %s is not used: %s", cache.__name__, one_line(error, 200))
             target.graphs = None
 
 
@@ -158,7 +162,7 @@ def show_taps(target: Candidate, taps: Sequence[int]) -> None:
         if found is None:
             trial = copy.copy(target)
             trial.graphs, trial.kinds = None, set(target.kinds)
-            trace_and_test(trial, before.runtime, before.in_place, wanted)
+            trace_and_test(trial, before.runtime, before.cache, wanted)
             check_taps(trial, tuple(taps))
             found = trial.graphs
             assert found is not None
@@ -166,14 +170,16 @@ def show_taps(target: Candidate, taps: Sequence[int]) -> None:
         target.graphs = found
 
 
-def trace_and_test(target: Candidate, runtime: OpenVINO, in_place: bool, taps: Sequence[int] = ()) -> None:
+def trace_and_test(
+    target: Candidate, runtime: OpenVINO, cache_class: type[BlockCache], taps: Sequence[int] = ()
+) -> None:
     """Trace graphs for a target that has none, and test them unless kept ones passed the test here before."""
     cache = KVCache(1, 2, target.device, EAGER.view)  # one token in it tells its layers and their sizes
     cache.reserve(1)
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     visible = token.new_ones(1, 1, 1, dtype=torch.bool)
     target.features(token, cache.place(1), visible, token, cache)
-    target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, in_place, taps)
+    target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, cache_class, taps)
     if not target.graphs.was_admitted():
         check_tree_verification(target)
         target.graphs.note_admission()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of the files
+VERSION = 3  # of the files
 NONE = "none"  # the only field of a file for a target without an outline
 
 
@@ -36,14 +36,14 @@ class KeptGraphs:
     """Where a target's graphs are kept, and what they take. All fields have a JSON form.
 
     decoder, lm_head: names of folders. kinds: of masks, in order. members: of the cache; see BlockCache.
-    in_place: see network.Layout. window: of sliding layers, 0 without one.
+    cache: the name of its class. window: of sliding layers, 0 without one.
     """
 
     decoder: str
     lm_head: str
     kinds: Sequence[str]
     members: Sequence[Sequence[int]]
-    in_place: bool
+    cache: str
     window: int
 
 

@@ -11,7 +11,7 @@ from support.stubs import generator
 from torch import Tensor
 
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, WrittenCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache, WrittenCache
 
 CPU = torch.device("cpu")
 # (heads, head size) of each layer's keys and values: some layers alike, some not, and values unlike keys.
@@ -98,7 +98,7 @@ def random_path(draw: torch.Generator, width: int, count: int) -> list[int]:
     return [0, *sorted(others.tolist())]
 
 
-@pytest.mark.parametrize("kind", [BlockCache, WrittenCache])
+@pytest.mark.parametrize("kind", [BlockCache, PagedCache, WrittenCache])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[BlockCache]) -> None:
@@ -163,7 +163,7 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[B
         pair.check()
 
 
-@pytest.mark.parametrize("kind", [BlockCache, WrittenCache])
+@pytest.mark.parametrize("kind", [BlockCache, PagedCache, WrittenCache])
 def test_growth_keeps_the_parts_of_a_prompt_that_is_being_read(kind: type[BlockCache]) -> None:
     """They are committed together, after the last part, for which a cache may have to grow."""
     pair = Pair(2, 8, LAYOUTS["mixed"], generator(0), kind)
@@ -277,7 +277,7 @@ def test_blocks_are_the_memory_of_the_buffers() -> None:
     assert cache.nbytes == sum(2 * 3 * heads * BLOCK * size * 4 for heads, size in LAYOUTS["mixed"])
 
 
-@pytest.mark.parametrize("kind", [BlockCache, WrittenCache])
+@pytest.mark.parametrize("kind", [BlockCache, PagedCache, WrittenCache])
 def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) -> None:
     """Also of a draft, whose levels lie behind each other, and as a text grows into more blocks."""
     cache, size, draw = kind(2, 4, LAYOUTS["alike"]), kind.block, generator(0)
@@ -297,6 +297,17 @@ def test_a_graph_is_told_which_slots_the_new_tokens_see(kind: type[BlockCache]) 
             committed, rest = mask[:, 0].split([hidden.shape[1], width], dim=2)
             seen = visible[:, :, : hidden.shape[1]] & ~hidden[:, None]
             assert torch.equal(committed == 0, seen) and torch.equal(rest == 0, own)
+            continue
+        if kind is PagedCache:
+            lengths, starts, pages, page_starts, longest, relation, relation_starts = found
+            assert len(shown[0]) == 2 * cache.shown[1] and lengths.tolist() == before
+            assert starts.tolist() == [0, width, 2 * width] and int(longest) == before[0] + width
+            assert torch.equal(relation.view(2, width, width).bool(), own)
+            assert relation_starts.tolist() == [0, width**2, 2 * width**2]
+            assert page_starts.tolist() == [0, cache.view // size, 2 * cache.view // size]
+            for row, mine in enumerate(pages.view(2, cache.view // size).tolist()):
+                for block, page in enumerate(mine):
+                    assert shown[-1][page].data_ptr() == cache.blocks(len(mine))[-1][block, row].data_ptr()
             continue
         assert shown == []
         (made,) = found

@@ -61,6 +61,7 @@ def compile_two(compile_model: Any) -> None:
 def test_graphs_that_are_compiled_together_keep_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core()
     monkeypatch.setattr(library, "core", lambda: core)
+    monkeypatch.setattr(library, "describe_pages", lambda model: False)
     compile_two(lambda name: library.compile_graph(name, "f32", False, 1))
     assert core.done.is_set() and locale.setlocale(locale.LC_ALL) == UTF8
 

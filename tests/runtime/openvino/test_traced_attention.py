@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, WRITTEN_BLOCK
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, PAGE, WRITTEN_BLOCK, PagedCache, WrittenCache
 from eagle_fsd.runtime.openvino.network import Layout, Network
 from eagle_fsd.runtime.openvino.operators import compiler
 from eagle_fsd.runtime.openvino.traced_attention import TracedAttention, attend_blocks
@@ -122,7 +122,7 @@ def network_in_place(
         return torch.cat(made, dim=1).transpose(1, 2).flatten(2)
 
     width = sum(heads * size for heads, size in sizes)
-    layout = Layout((torch.zeros(1, 3, width),), kinds, sizes[1:] * kinds, dtype)
+    layout = Layout((torch.zeros(1, 3, width),), kinds, sizes[1:] * kinds, WrittenCache, dtype)
     runtime = OpenVINO("float32", threads=2)
     return runtime.network("attention", nn.Module(), work, layout, None, kept=False)
 
@@ -283,3 +283,71 @@ def test_numbers_that_16_bits_cannot_hold_become_the_largest_that_they_can() -> 
     wanted = rows[0, 0].clamp(-65504, 65504).half()
     assert torch.equal(keys, wanted[20:40]) and torch.equal(values, wanted[40:])
     assert torch.equal(made[0, 0], wanted[40:].float())
+
+
+# -- OpenVINO's pages ----------------------------------------
+
+
+def paged_network(sizes: Sequence[tuple[int, int]]) -> Network:
+    """Return a network of queries, keys and values of these (H, D), side by side."""
+
+    def work(inputs: Sequence[Tensor], attention: TracedAttention) -> Tensor:
+        q, k, v = split_heads(inputs[0], sizes)
+        return attention.attend(0, q, k, v, attention.masks[0], SCALE).transpose(1, 2).flatten(2)
+
+    width = sum(heads * size for heads, size in sizes)
+    layout = Layout((torch.zeros(1, 3, width),), 1, sizes[1:], PagedCache)
+    runtime = OpenVINO("float32", threads=1)
+    return runtime.network("pages", nn.Module(), work, layout, None, kept=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 4, 8), (6, 3, 16), (4, 2, 12), (2, 1, 80), (9, 3, 64)]
+)
+def test_attention_over_pages_is_plain_attention(heads: int, kv_heads: int, size: int) -> None:
+    """Rows of any lengths, over one page or several; all numbers of new tokens; levels behind each other."""
+    draw = generator(heads)
+    sizes = [(heads, size), (kv_heads, size), (kv_heads, size)]
+    network, members = paged_network(sizes), sizes[1:]
+    lengths = [0, 1, PAGE - 1, PAGE, 3 * PAGE + 7, BLOCK + 5]
+    batch, longest = len(lengths), 2 * BLOCK
+    cache = PagedCache(batch, longest, members)
+    network.variants.expect((batch, 5))  # a graph of its own; the others are computed by that of open sizes
+    twins = [torch.zeros(batch, count, longest, width) for count, width in members]
+
+    def stored() -> list[Tensor]:
+        return [flat(one) for one in cache.blocks(cache.capacity // PAGE)]
+
+    def run(count: int, offset: int = 0, causal: bool = False) -> None:
+        """Attend from `count` new tokens a row, and compare; both then keep the same keys and values."""
+        rows = torch.randn(batch, count, sum(network.layout.inputs[0].shape[2:]), generator=draw)
+        cache.reserve(count, offset, exact=causal)
+        slots = cache.place(count, offset)
+        relation = torch.ones(batch, count, count, dtype=torch.bool).tril()
+        if not causal:
+            relation &= torch.rand(batch, count, count, generator=draw) < 0.5
+            relation |= torch.eye(count, dtype=torch.bool)
+        visible = torch.arange(cache.view) < slots[:, :1, None].expand(-1, count, -1)
+        visible = visible.scatter(2, slots[:, None].expand(-1, count, -1), relation)
+        before = [one.clone() for one in stored()]
+        made = network([rows], [visible], cache)
+        q, k, v = split_heads(rows, sizes)
+        for twin, old, kept, new in zip(twins, before, stored(), (k, v), strict=True):
+            place = slots[:, None, :, None].expand_as(new)
+            twin.scatter_(2, place, new)
+            # The graph wrote the new tokens to their slots, exactly, and nothing before them. Behind them it
+            # clears the rest of the page.
+            expected = old.scatter(2, place, new)
+            for row, last in enumerate(slots[:, -1].tolist()):
+                assert torch.equal(kept[row, :, : last + 1], expected[row, :, : last + 1])
+        hidden = ~nn.functional.pad(visible, (0, longest - cache.view))
+        mask = torch.zeros(batch, 1, count, longest).masked_fill_(hidden[:, None], HIDDEN)
+        wanted = plain_attention(q, *twins, mask, SCALE)
+        torch.testing.assert_close(made, wanted.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-5)
+
+    for start in range(0, max(lengths), 100):
+        run(min(100, max(lengths) - start), start, causal=True)
+    cache.advance(lengths)
+    for count in (1, 2, 5, 8, 33):
+        run(count)
+        run(3, offset=count)
