@@ -16,12 +16,12 @@ anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed"
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from support.media_engine import media_engine, picture
-from support.schema_engine import as_call, schema_engine, writes
-from support.serving import running, settings
+from support.schema_engine import as_call, schema_engine
+from support.serving import running, settings, writing
 from support.tiny_engine import CHAT, NAME, chat_ids, text_alone
 
 from eagle_fsd import Fuzzy
-from eagle_fsd.serving.choices import Defaults, Limits
+from eagle_fsd.serving.choices import Limits
 
 ASKED: dict[str, Any] = {"model": NAME, "messages": CHAT, "max_tokens": 20}
 CALLS = f"Wait.\n{as_call('pick', {'n': 1})}"
@@ -90,7 +90,7 @@ def test_it_reads_calls_and_forms_and_its_runner_runs_tools() -> None:
         return "done"
 
     picked: list[int] = []
-    with running(settings(defaults=Defaults(processing=writes(CALLS))), schema_engine()) as (url, _):
+    with running(writing(CALLS), schema_engine()) as (url, _):
         client = client_of(url)
         tool = anthropic.beta_tool(pick)
         asked = {**ASKED, "max_tokens": 200}

@@ -13,8 +13,8 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx", "llguidance")
     pytest.importorskip(needed, reason='this needs extras: pip install "eagle-fsd[serve,schema]" httpx')
 
 from starlette.testclient import TestClient
-from support.schema_engine import as_call, schema_engine, writes
-from support.serving import settings
+from support.schema_engine import as_call, schema_engine
+from support.serving import settings, writing
 from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
 from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE, tiny_tokenizer
 
@@ -181,8 +181,7 @@ def test_a_text_of_no_characters_is_a_block(client: TestClient) -> None:
 
 
 def test_an_end_token_ends_a_turn_and_a_servers_own_stop_string_counts() -> None:
-    defaults = Defaults(processing=writes(SCRIPTS["text"]))
-    with TestClient(create_app(schema_engine(), settings(defaults=defaults))) as client:
+    with TestClient(create_app(schema_engine(), writing(SCRIPTS["text"]))) as client:
         found = ask(client)
         assert (text_of(found), found["stop_reason"], found["stop_sequence"]) == (
             "Just text.",
@@ -312,7 +311,7 @@ def test_calls_are_blocks_in_the_order_of_the_text(name: str) -> None:
         "a number that no float is": ["tool_use"],
     }
     limits = [300, 3, 30, 100] if name == "text and calls" else [300]
-    configured = settings(defaults=Defaults(processing=writes(SCRIPTS[name])))
+    configured = writing(SCRIPTS[name])
     with TestClient(create_app(schema_engine(), configured)) as client:
         for limit in limits:
             whole = ask(client, tools=TOOLS, max_tokens=limit)

@@ -17,12 +17,11 @@ WITHOUT = 'the server and its test need extras: pip install "eagle-fsd[dev]"'
 for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(needed, reason=WITHOUT)
 
-from support.schema_engine import as_call, schema_engine, writes
-from support.serving import running, settings
+from support.schema_engine import as_call, schema_engine
+from support.serving import running, settings, writing
 from support.tiny_engine import CHAT, NAME, chat_ids, text_alone
 
 from eagle_fsd import Fuzzy
-from eagle_fsd.serving.choices import Defaults
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_openais_agents_call_functions_and_go_on() -> None:
         return [item.type for item in run.new_items]
 
     agents.set_tracing_disabled(True)
-    configured = settings(defaults=Defaults(processing=writes(written)))
+    configured = writing(written)
     with running(configured, schema_engine()) as (url, _):
         found = asyncio.run(events(f"{url}/v1"))
     assert found == ["message_output_item", "tool_call_item", "tool_call_output_item"] * 2

@@ -184,8 +184,7 @@ def echo(tokenizer: Any, force: float) -> Any:
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         changed = scores.clone()
         for row, tokens in enumerate(ids.tolist()):
-            starts = [at for at in range(len(tokens)) if tokens[at : at + len(mark)] == mark]
-            end = starts[-1] + len(mark)
+            end = next(at for at in range(len(tokens), 0, -1) if tokens[at - len(mark) : at] == mark)
             prompt = tuple(tokens[:end])
             script = scripts[prompt] = scripts.get(prompt) or script_of(prompt)
             if script:

@@ -16,15 +16,14 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"
 import openai
 from openai.types.responses import EasyInputMessage, FunctionToolParam, Response, ResponseError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from support.schema_engine import as_call, schema_engine, writes
-from support.serving import running, settings
+from support.schema_engine import as_call, schema_engine
+from support.serving import running, settings, writing
 from support.tiny_engine import CHAT, NAME, chat_ids, text_alone
 from support.tiny_tokenizer import TEMPLATE
 
 from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.decoding.steps.failures import NonFiniteLogits
-from eagle_fsd.serving.choices import Defaults
 from eagle_fsd.serving.requests.completions import ChatRequest
 from eagle_fsd.serving.requests.responses import ResponsesRequest
 from eagle_fsd.serving.requests.unsupported import (
@@ -367,7 +366,7 @@ def test_text_and_calls_are_items_in_their_order(name: str) -> None:
     }
     limits = [300, 3, 30, 100] if name == "text and calls" else [300]
     functions = [{key: value for key, value in one.items() if key != "type"} for one in TOOLS]
-    with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
+    with running(writing(written), schema_engine()) as (url, _):
         client = client_of(url)
         for limit in limits:
             asked = {"tools": TOOLS, "max_output_tokens": limit}
@@ -393,7 +392,7 @@ def test_text_and_calls_are_items_in_their_order(name: str) -> None:
 def test_a_response_that_calls_nothing_has_its_form_beside_tools() -> None:
     ann = '{"name": "ann", "age": 3}'
     for written, kind in ((ann, "message"), (as_call("now", {}), "function_call")):
-        with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
+        with running(writing(written), schema_engine()) as (url, _):
             asked = {"tools": TOOLS, "max_output_tokens": 300, "parallel_tool_calls": False}
             found = client_of(url).responses.parse(
                 model=NAME,

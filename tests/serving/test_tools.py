@@ -17,12 +17,10 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"
 import httpx
 import openai
 from pydantic import BaseModel, ConfigDict, Field
-from support.schema_engine import as_call, schema_engine, writes
-from support.serving import running, settings
+from support.schema_engine import as_call, schema_engine
+from support.serving import running, settings, writing
 from support.tiny_engine import CHAT, NAME
 from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE
-
-from eagle_fsd.serving.choices import Defaults
 
 ASK: dict[str, Any] = {"model": NAME, "messages": CHAT, "max_tokens": 300}
 ANY_TOKEN = {"threshold": 1000.0}
@@ -186,8 +184,7 @@ def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) ->
 def test_of_functions_those_that_are_allowed_are_offered(mode: str, template: str) -> None:
     """The answer is the one that a request with these functions alone gets."""
     written = as_call("pick", {"n": 1})
-    defaults = Defaults(processing=writes(written))
-    with running(settings(defaults=defaults), schema_engine(template=template)) as (url, _):
+    with running(writing(written), schema_engine(template=template)) as (url, _):
         client = client_of(url)
         for names in (("now",), ("now", "pick")):
             own = [tool for tool in TOOLS if tool["function"]["name"] in names]
@@ -257,8 +254,7 @@ SCRIPTS: dict[str, tuple[str, str | None, list[tuple[str, Any]]]] = {
 def test_the_models_own_calls_are_read(name: str, template: str) -> None:
     """Also where the chat template knows no tools."""
     written, content, calls = SCRIPTS[name]
-    defaults = Defaults(processing=writes(written))
-    with running(settings(defaults=defaults), schema_engine(template=template)) as (url, _):
+    with running(writing(written), schema_engine(template=template)) as (url, _):
         client = client_of(url)
         (answer,) = ask(client, tools=TOOLS).choices
         assert answer.message.content == content
@@ -282,7 +278,7 @@ def test_a_call_that_is_cut_off_is_left_out_of_an_answer() -> None:
     written = f"Wait.\n{as_call('pick', {'n': 1})}\n{as_call('now', {})}"
     first, second = (written.index(name) for name in ("pick", "now"))
     cuts = [first - 8, first, first + 6, written.index("</tool_call>") + 4, second, len(written) - 12]
-    with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
+    with running(writing(written), schema_engine()) as (url, _):
         client = client_of(url)
         for limit in cuts:
             (answer,) = ask(client, tools=TOOLS, max_tokens=limit).choices
@@ -299,7 +295,7 @@ def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenA
     """The closing tag may be missing, and half a call is no text."""
     whole = f"Wait.\n{as_call('pick', {'n': 1})}\n"
     cases: dict[str, list[str]] = {"}": [], '"arg': [], "</tool_call>": ["pick"], " two": ["pick"]}
-    with running(settings(defaults=Defaults(processing=writes(f"{whole}one two"))), schema_engine()) as found:
+    with running(writing(f"{whole}one two"), schema_engine()) as found:
         own = client_of(found[0])
         for stop, names in cases.items():
             (answer,) = ask(own, tools=TOOLS, stop=stop).choices
@@ -339,8 +335,7 @@ def test_a_strict_function_is_called_with_what_its_schema_allows_or_not_at_all()
     strict = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
     wrong = f"Hm. {as_call('pick', {'n': 7})}"
     for written, said, called in ((wrong, "Hm. ", ["pick"]), ("Only <b> text.", "Only <b> text.", [])):
-        defaults = Defaults(processing=writes(written))
-        with running(settings(defaults=defaults), schema_engine()) as (url, _):
+        with running(writing(written), schema_engine()) as (url, _):
             (answer,) = ask(client_of(url), tools=strict, parallel_tool_calls=False).choices
         assert answer.message.content == said
         assert [one.function.name for one in answer.message.tool_calls or ()] == called
@@ -353,8 +348,7 @@ def test_an_answer_that_calls_nothing_has_its_form_beside_tools(template: str) -
     """A model that would write neither is held to one of them, and a call that is forced stays one."""
     ann = '{"name": "ann", "age": 3, "tags": []}'
     for written in (ann, as_call("pick", {"n": 2}), "Just text."):
-        defaults = Defaults(processing=writes(written))
-        with running(settings(defaults=defaults), schema_engine(template=template)) as (url, _):
+        with running(writing(written), schema_engine(template=template)) as (url, _):
             client = client_of(url)
             asked = {"tools": TOOLS, "parallel_tool_calls": False, "response_format": FORMAT}
             (answer,) = ask(client, **asked).choices

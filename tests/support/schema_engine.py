@@ -47,8 +47,8 @@ def writes(text: str, force: float = 60.0) -> Processing:
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         changed = scores.clone()
         for row, tokens in enumerate(ids.tolist()):
-            starts = [at for at in range(len(tokens)) if tokens[at : at + len(mark)] == mark]
-            said = tokens[starts[-1] + len(mark) :] if starts else []
+            ends = (at for at in range(len(tokens), 0, -1) if tokens[at - len(mark) : at] == mark)
+            said = tokens[next(ends, len(tokens)) :]
             changed[row, script[min(len(said), len(script) - 1)]] += force
         return changed
 

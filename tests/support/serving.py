@@ -9,15 +9,22 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.choices import Defaults
 from eagle_fsd.serving.server import Server
 from eagle_fsd.serving.service import Settings
+from support.schema_engine import writes
 from support.tiny_engine import NAME, TREE, tiny_engine
 
 
 def settings(**fields: Any) -> Settings:
     return Settings(**{"name": NAME, "tree": TREE, **fields})
+
+
+def writing(text: str) -> Settings:
+    """Return the settings of a server whose model writes this text. No draft is right: a tree is small."""
+    return settings(tree=TreeConfig(2, 1, 1), defaults=Defaults(processing=writes(text)))
 
 
 @contextlib.contextmanager
