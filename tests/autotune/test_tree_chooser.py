@@ -19,7 +19,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import Typical
-from eagle_fsd.autotune import settle, step_costs, tree_chooser
+from eagle_fsd.autotune import on_disk, settle, step_costs, tree_chooser
 from eagle_fsd.autotune.on_disk import (
     forwards_from_json,
     forwards_to_json,
@@ -28,7 +28,6 @@ from eagle_fsd.autotune.on_disk import (
     overhead_from_json,
     overhead_to_json,
 )
-from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.autotune.tree_chooser import observation_kind, overhead_kind
 from eagle_fsd.autotune.tree_search import Choice, Observation, usual_tree
 from eagle_fsd.core.config import SamplingConfig as Sampling
@@ -39,6 +38,7 @@ from eagle_fsd.target.model import TargetModel
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.6, 50, 0.9)
 MEASUREMENTS = ("observe", "measure_forwards", "measure_overhead")
+WIDTHS = step_costs.WIDTHS[::2]  # that are timed here
 
 
 def engine(seed: int = 0, name: str = "tiny") -> EagleFSD:
@@ -49,6 +49,12 @@ def engine(seed: int = 0, name: str = "tiny") -> EagleFSD:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (step_costs, on_disk):
+        monkeypatch.setattr(module, "WIDTHS", WIDTHS)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +99,8 @@ def choose(
 
 
 def test_what_is_really_measured_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fewer in (("REPEATS", 2), ("NEW_TOKENS", 30), ("TIMED_TOKENS", 12)):
+        monkeypatch.setattr(step_costs, name, fewer)
     first = choose(engine(), Fuzzy(0.3), SAMPLED)
     for name in MEASUREMENTS:
         monkeypatch.setattr(tree_chooser, name, lambda *_: pytest.fail("remembered"))
