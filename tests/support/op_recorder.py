@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from eagle_fsd.core import devices
 from eagle_fsd.runtime.step_recorder import Graphs, NothingRecorded, leaves
@@ -138,10 +138,20 @@ def as_on_an_accelerator(patch: pytest.MonkeyPatch, view: int = 16, reads: bool 
 
 def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation overwrites."""
-    named = [*zip(op._schema.arguments, args, strict=False)]
-    named += [(one, kwargs[one.name]) for one in op._schema.arguments if one.name in kwargs]
-    return tensors([value for one, value in named if one.alias_info is not None and one.alias_info.is_write])
+    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in overwrites(op)]
+    return tensors(given)
 
 
-def tensors(parts: object) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(parts)[0] if isinstance(leaf, Tensor)]
+@cache
+def overwrites(op: Any) -> list[tuple[int, str]]:
+    """Return the places and names of the arguments that an operation overwrites."""
+    known = [(place, one.name, one.alias_info) for place, one in enumerate(op._schema.arguments)]
+    return [(place, name) for place, name, alias in known if alias is not None and alias.is_write]
+
+
+def tensors(parts: Any) -> list[Tensor]:
+    """Return the tensors in lists, tuples and dicts: torch's own trees take longer than the operations."""
+    if isinstance(parts, Tensor):
+        return [parts]
+    inner = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list | tuple) else ()
+    return [leaf for part in inner for leaf in tensors(part)]

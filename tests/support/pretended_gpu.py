@@ -6,9 +6,10 @@ the host waits where it reads a value, or copies without saying that it need not
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from eagle_fsd.core.randomness import streams
 from support.op_recorder import INDEXING, WAITS, tensors, written
@@ -45,7 +45,7 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> There:
-        with torch.inference_mode(False):  # what is held has the rights and duties of its mode
+        with torch._C._InferenceMode(False):  # what is held has the rights and duties of its mode
             made = Tensor._make_wrapper_subclass(cls, held.shape, strides=held.stride(), dtype=held.dtype)
         made.held = held
         return made
@@ -72,19 +72,47 @@ def wrapped(value: Any) -> Any:
     return There(value) if isinstance(value, Tensor) else value
 
 
+def mapped(change: Callable[[Any], Any], parts: Any) -> Any:
+    """Change what is in lists, tuples and dicts."""
+    if isinstance(parts, tuple):
+        return tuple([mapped(change, part) for part in parts])
+    if isinstance(parts, list):
+        return [mapped(change, part) for part in parts]
+    return (
+        {name: mapped(change, part) for name, part in parts.items()} if type(parts) is dict else change(parts)
+    )
+
+
 def is_there(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
 def waits(op: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the host waits for the result of an operation, other than an index, on a GPU."""
-    if op.name() == "aten::repeat_interleave.self_Tensor":
+    name, always = name_and_waits(op)
+    if name == "aten::repeat_interleave.self_Tensor":
         return kwargs.get("output_size") is None
-    if op.name() == "aten::one_hot":  # what a CPU looks at besides, a GPU does not
+    if name == "aten::one_hot":  # what a CPU looks at besides, a GPU does not
         return [*args, *kwargs.values(), -1][1] == -1
-    if op.name() == "aten::isin.Tensor_Tensor":  # for more elements than this it calls `unique`
+    if name == "aten::isin.Tensor_Tensor":  # for more elements than this it calls `unique`
         return bool(args[1].numel() >= 10 * args[0].numel() ** 0.145)
-    return bool(WAITS & set(op.tags)) or op.name() in HIDDEN
+    return always
+
+
+@cache
+def name_and_waits(op: Any) -> tuple[str, bool]:
+    """Return the name of an operation with its overload, and whether any call of it waits."""
+    return op.name(), bool(WAITS & set(op.tags)) or op.name() in HIDDEN
+
+
+def caller() -> str:
+    """Return the file and name of the package's innermost function that runs, other than `fetch`."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        _, package, file = frame.f_code.co_filename.rpartition("/eagle_fsd/")
+        if package and frame.f_code.co_name != "fetch":
+            return f"{file}:{frame.f_code.co_name}"
+    return "a test"
 
 
 class PretendedGPU(TorchDispatchMode):
@@ -96,9 +124,7 @@ class PretendedGPU(TorchDispatchMode):
         self.recording = False
 
     def wait(self, name: str) -> None:
-        stack = traceback.extract_stack()
-        mine = [one for one in stack if "/eagle_fsd/" in one.filename and one.name != "fetch"]
-        place = f"{mine[-1].filename.rpartition('/eagle_fsd/')[2]}:{mine[-1].name}" if mine else "a test"
+        place = caller()
         if self.recording:
             raise RuntimeError(f"{place} waits for the device within a recording ({name})")
         self.waits.append(f"{place} ({name})")
@@ -129,12 +155,12 @@ class PretendedGPU(TorchDispatchMode):
         if is_there(asked):
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        run = ONLY_THERE.get(op.name(), op) if there else op
-        made = run(*tree_map(held, args), **tree_map(held, kwargs))
+        run = ONLY_THERE.get(name_and_waits(op)[0], op) if there else op
+        made = run(*mapped(held, args), **mapped(held, kwargs))
         if not (goes or any(is_there(one.device) for one in written(op, args, kwargs))):
             return made
         known = {id(one.held): one for one in given if isinstance(one, There)}
-        return tree_map(lambda one: known[id(one)] if id(one) in known else wrapped(one), made)
+        return mapped(lambda one: known[id(one)] if id(one) in known else wrapped(one), made)
 
 
 class Again:
@@ -169,7 +195,7 @@ class Calls(TorchFunctionMode):
         if func in MAKES and is_there(kwargs.get("device")):
             del kwargs["device"]
             self.gpu.wait(func.__name__)
-            return There(func(*tree_map(held, args), **kwargs))
+            return There(func(*mapped(held, args), **kwargs))
         if func in MOVES:
             return self.moved(func, args, kwargs)
         if func in (Tensor.data_ptr, Tensor.untyped_storage) and isinstance(args[0], There):
