@@ -6,7 +6,9 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +63,10 @@ def new_trainer(folder: Path, kind: str, config: TrainConfig = SHORT) -> Trainer
     return trainer_for(folder, config, head, **parts)
 
 
-def result(folder: Path) -> tuple[list[float], list[Any], dict[str, Tensor]]:
+Result = tuple[list[float], list[Any], dict[str, Tensor]]
+
+
+def result(folder: Path) -> Result:
     held = [record["held_out"] for record in read_log(folder) if "held_out" in record]
     return losses(folder), held, read_checkpoint(folder / BEST, "head")["head"]
 
@@ -70,12 +75,26 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """Return the losses and the head of a run of each kind on a CPU."""
+
+    @cache
+    def of(kind: str) -> Result:
+        folder = tmp_path_factory.mktemp(kind)
+        new_trainer(folder, kind).run()
+        return result(folder)
+
+    return of
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_on_a_gpu_has_the_losses_and_the_head_of_one_on_a_cpu(tmp_path: Path, kind: str) -> None:
+def test_a_run_on_a_gpu_has_the_losses_and_the_head_of_one_on_a_cpu(
+    tmp_path: Path, kind: str, whole: Callable[[str], Result]
+) -> None:
     """Its steps do not wait: their losses are read together."""
-    new_trainer(tmp_path / "cpu", kind).run()
     with pretended_cuda() as gpu:
-        trainer = new_trainer(tmp_path / "gpu", kind)
+        trainer = new_trainer(tmp_path, kind)
         assert trainer.device.type == "cuda" and trainer.head.fc.weight.is_cuda
         trainer.run()
         gpu.waits.clear()
@@ -86,19 +105,25 @@ def test_a_run_on_a_gpu_has_the_losses_and_the_head_of_one_on_a_cpu(tmp_path: Pa
         assert not gpu.waits
         evaluate(trainer.head, trainer.held_out, trainer.embedding)
         assert len(gpu.waits) == len(trainer.held_out.sequences) * trainer.held_out.depth + 3
-    on_cpu, on_gpu = (result(tmp_path / name) for name in ("cpu", "gpu"))
+    on_cpu, on_gpu = whole(kind), result(tmp_path)
     assert len(on_cpu[0]) > 8 and len(on_cpu[1]) == 2
     assert on_gpu[:2] == on_cpu[:2] and same(on_gpu[2], on_cpu[2])
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("first", ["cpu", "gpu"])
-def test_a_run_goes_on_on_another_device(tmp_path: Path, kind: str, first: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        *(("eagle", "cpu"), ("eagle3", "gpu")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("eagle", "gpu"), ("eagle3", "cpu"))),
+    ],
+)
+def test_a_run_goes_on_on_another_device(
+    tmp_path: Path, kind: str, first: str, whole: Callable[[str], Result]
+) -> None:
     """From a checkpoint that was written on the first one. Its figures are those of a run on a CPU alone."""
-    new_trainer(tmp_path / "whole", kind).run()
 
     def begin() -> None:
-        trainer = new_trainer(tmp_path / "parts", kind)
+        trainer = new_trainer(tmp_path, kind)
         step = trainer.train_step
 
         def stop_after_five(share: Any) -> Any:
@@ -109,15 +134,15 @@ def test_a_run_goes_on_on_another_device(tmp_path: Path, kind: str, first: str) 
         trainer.train_step = stop_after_five  # type: ignore[method-assign]
         trainer.run()
 
-    parts = [begin, lambda: new_trainer(tmp_path / "parts", kind).run()]
+    parts = [begin, lambda: new_trainer(tmp_path, kind).run()]
     for device, part in zip((first, "gpu" if first == "cpu" else "cpu"), parts, strict=True):
         if device == "cpu":
             part()
         else:
             with pretended_cuda():
                 part()
-    whole, both = (result(tmp_path / name) for name in ("whole", "parts"))
-    assert both[:2] == whole[:2] and same(both[2], whole[2])
+    wanted, both = whole(kind), result(tmp_path)
+    assert both[:2] == wanted[:2] and same(both[2], wanted[2])
 
 
 @pytest.mark.parametrize(("minutes", "often"), [(0.0, False), (60.0, True)])
