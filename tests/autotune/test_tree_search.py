@@ -16,6 +16,7 @@ from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.autotune import on_disk, step_costs
 from eagle_fsd.autotune import tree_chooser as autotree_module
 from eagle_fsd.autotune.settle import encode_example_prompts
 from eagle_fsd.autotune.step_costs import (
@@ -53,6 +54,15 @@ EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every cand
 def engine() -> EagleFSD:
     """Return an engine whose head is right now and then: it only shares its target's embeddings."""
     return EagleFSD(TargetModel(tiny_model()), tiny_head(), base_model="tiny")
+
+
+@pytest.fixture
+def few_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time few forwards a few times, and observe and time short texts."""
+    for module in (step_costs, on_disk):
+        monkeypatch.setattr(module, "WIDTHS", WIDTHS[::5])
+    for name, fewer in (("REPEATS", 2), ("NEW_TOKENS", 20), ("TIMED_TOKENS", 8)):
+        monkeypatch.setattr(step_costs, name, fewer)
 
 
 # --- what is observed ---
@@ -349,7 +359,8 @@ def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.Mon
         assert watched == beams
 
 
-def test_costs_are_of_every_width_and_beam() -> None:
+def test_costs_are_of_every_width_and_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "REPEATS", 3)
     model = engine()
     found = measure_costs(model.target, model.drafter, [1, 4], 2, 64, Lossless(), GREEDY)
     assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
@@ -362,6 +373,7 @@ def test_contexts_have_buckets() -> None:
     assert [round_context(n) for n in (1, 128, 129, 1000, 4096)] == [128, 128, 256, 1024, 4096]
 
 
+@pytest.mark.usefixtures("few_measures")
 def test_a_measured_tree_writes_the_targets_greedy_text() -> None:
     model, prompts = engine(), prompts_of([5, 8])
     wanted = model.generate(prompts[:1], max_new_tokens=12, tree=TreeConfig(1)).new_tokens
@@ -388,6 +400,7 @@ def test_sizes_that_cannot_be(sizes: tuple[float | None, ...], complaint: str) -
         AutoTree(*sizes)
 
 
+@pytest.mark.usefixtures("few_measures")
 @pytest.mark.parametrize("wanted", [AutoTree(top_k=1), AutoTree(depth=1), AutoTree(2, 3), AutoTree(top_k=96)])
 def test_a_part_of_the_size_may_be_given(wanted: AutoTree) -> None:
     found = engine().choose_tree(wanted, Lossless(), GREEDY, 1, 50, prompts_of([5])).tree
@@ -395,6 +408,7 @@ def test_a_part_of_the_size_may_be_given(wanted: AutoTree) -> None:
     assert found.total_tokens == 1 or wanted.top_k in (None, found.top_k)
 
 
+@pytest.mark.usefixtures("few_measures")
 def test_a_head_of_two_tokens() -> None:
     head = tiny_head().restrict(torch.tensor([3, 7]))
     model = EagleFSD(TargetModel(tiny_model()), head, base_model="two")
@@ -426,6 +440,7 @@ class NoTemplate:
         return {"input_ids": torch.tensor([[len(word) for word in text.split()]])}
 
 
+@pytest.mark.usefixtures("few_measures")
 def test_targets_without_a_chat_template() -> None:
     model = EagleFSD(TargetModel(tiny_model()), tiny_head(), NoTemplate(), base_model="base")
     assert [min(map(len, encode_example_prompts(model.tokenizer)))] == [5]
@@ -481,6 +496,7 @@ def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
         assert mine[:shared] == ranks[: len(mine[:shared])]
 
 
+@pytest.mark.usefixtures("few_measures")
 def test_a_target_of_few_positions() -> None:
     model = EagleFSD(TargetModel(tiny_model("gpt2", n_positions=12)), tiny_head(), base_model="short")
     assert len(model.generate(prompts_of([5]), max_new_tokens=20, tree=AutoTree()).new_tokens[0]) == 7
