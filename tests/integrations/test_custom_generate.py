@@ -129,20 +129,25 @@ def test_none_in_a_call_turns_off_what_the_model_asks_for(repository: str, own: 
     assert torch.equal(generate_with_head(model, head, prompts(), tree="8/3/3", **asked), wanted)
 
 
+PADDED: list[dict[str, Any]] = [
+    {},
+    {"pad_token_id": 0},
+    {"pad_token_id": 94},
+    {"generation_config": transformers.GenerationConfig(pad_token_id=0)},
+    {"eos_token_id": 0},
+    {"eos_token_id": ENDS},
+    {"eos_token_id": ENDS, "pad_token_id": 0, "tokenizer": tiny_tokenizer()},
+    {"pad_token_id": 0, "attention_mask": torch.ones(3, 7, dtype=torch.int64)},
+]
+OWN_PADDING = [{}, {"pad_token_id": 0}, {"eos_token_id": 3}, {"pad_token_id": 0, "eos_token_id": 0}]
+
+
 @pytest.mark.parametrize(
-    "own", [{}, {"pad_token_id": 0}, {"eos_token_id": 3}, {"pad_token_id": 0, "eos_token_id": 0}]
-)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"pad_token_id": 0},
-        {"pad_token_id": 94},
-        {"generation_config": transformers.GenerationConfig(pad_token_id=0)},
-        {"eos_token_id": 0},
-        {"eos_token_id": ENDS},
-        {"eos_token_id": ENDS, "pad_token_id": 0, "tokenizer": tiny_tokenizer()},
-        {"pad_token_id": 0, "attention_mask": torch.ones(3, 7, dtype=torch.int64)},
+    ("own", "arguments"),
+    [  # each with two of the model's own in each run, and with all in the long ones
+        pytest.param(own, arguments, marks=() if (number + place) % 2 == 0 else pytest.mark.slow)
+        for number, own in enumerate(OWN_PADDING)
+        for place, arguments in enumerate(PADDED)
     ],
     ids=lambda one: "-".join(one) or "nothing",
 )
