@@ -52,6 +52,14 @@ ARCHITECTURES = [(family, "sdpa") for family in SDPA] + [(family, "eager") for f
 TREE = TreeConfig(16, 5, 3)
 
 every_architecture = pytest.mark.parametrize(("family", "attention"), ARCHITECTURES)
+# With one attention each; with both a batch with a strong drafter, and all in the long runs.
+every_family = pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        pytest.param(*one, marks=pytest.mark.slow if one[1] == "eager" and one[0] in SDPA else ())
+        for one in ARCHITECTURES
+    ],
+)
 
 
 @functools.cache
@@ -67,7 +75,7 @@ def references(family: str, attention: str) -> list[list[int]]:
 # --- T = 0 at temperature 0 gives the target's own greedy text ---
 
 
-@every_architecture
+@every_family
 def test_single_prompts_with_a_strong_drafter_equal_generate(family: str, attention: str) -> None:
     target, wanted = target_of(family, attention), references(family, attention)
     assert len({token for text in wanted for token in text}) > 6, "a degenerate model proves nothing"
@@ -87,7 +95,7 @@ def test_a_left_padded_batch_with_a_strong_drafter_equals_generate(family: str, 
     assert all(stats.tau > 2 for stats in out.stats)
 
 
-@every_architecture
+@every_family
 def test_a_left_padded_batch_with_a_random_head_equals_generate(family: str, attention: str) -> None:
     ids, mask = pad_left(prompts_of(LENGTHS), pad=0)
     engine = EagleFSD(target_of(family, attention), tiny_head())
