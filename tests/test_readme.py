@@ -254,6 +254,7 @@ def test_the_scripts_commands_run_one_after_the_other(
     """As a reader would run them, in the order of the pages, at toy size."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install 'eagle-fsd[train]'")
     monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once
+    monkeypatch.setattr(EagleFSD, "from_pretrained", cache(EagleFSD.from_pretrained))  # and each engine
     monkeypatch.setattr(weight_formats, "in_own_process", lambda work, *given: work(*given))
     for module, name, few in (  # each of few sizes is timed once
         (timing, "ENOUGH", 1e-9),
