@@ -412,7 +412,9 @@ def test_who_goes_on_from_a_kept_text_overtakes_but_nothing_makes_room_for_that(
         assert found == {one: alone("eagle", one) for one in (before, turn, long)}
 
 
-@pytest.mark.parametrize("limit", [400, 480, 560, 800])
+@pytest.mark.parametrize(
+    "limit", [400, 800, *(pytest.param(one, marks=pytest.mark.slow) for one in (480, 560))]
+)
 def test_texts_that_overtake_stay_inside_the_budget_of_slots(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

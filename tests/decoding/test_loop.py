@@ -80,8 +80,13 @@ def test_greedy_rows_equal_the_same_prompt_alone(drafting: str) -> None:
     [Lossless(), Fuzzy(threshold=0.5), Fuzzy(threshold=0.5, mode="paper"), Typical()],
     ids=["lossless", "hybrid", "paper", "typical"],
 )
-@pytest.mark.parametrize("capacity", [1, 512], ids=["growing", "roomy"])
-@pytest.mark.parametrize("sure", [0.0, 0.012], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    ("capacity", "sure"),
+    [
+        *((1, 0.0), (512, 0.012)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((512, 0.0), (1, 0.012))),
+    ],
+)
 def test_sampled_rows_equal_the_same_prompt_alone(rule: AcceptanceRule, capacity: int, sure: float) -> None:
     """Row r of seed s draws the same numbers as the prompt alone with the stream (s, r).
 
