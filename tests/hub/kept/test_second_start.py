@@ -152,6 +152,7 @@ def test_nothing_is_kept_that_would_not_be_the_same(
     assert not stands_in(start(gguf))
     monkeypatch.undo()
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(cache))
+    monkeypatch.setenv("EAGLE_FSD_NO_OPERATORS", "1")  # as in the fixture, which was undone as well
     monkeypatch.setattr(weights_cache, "SETTLED", -1)
     looked: list[object] = []
     monkeypatch.setattr(second_start, "stands_for", lambda *args: looked.append(args))
