@@ -20,7 +20,7 @@ from eagle_fsd.runtime.openvino.kept.graph_store import GRAPHS, constant_bytes, 
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
 from eagle_fsd.runtime.openvino.operators.tile_product import multiply_tiles
-from eagle_fsd.runtime.openvino.variants import Variants
+from eagle_fsd.runtime.openvino.variants import Variants, read_first
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
     FEW_BITS,
@@ -178,18 +178,23 @@ class OpenVINO:
             if sizes is not None:
                 made = graph.clone()
                 made.reshape(shapes(sizes))
-            return self._compile(made, folder)
+            return self._compile(made, folder, sizes)
 
         size = constant_bytes(graph)
         return Variants(compile_for, copies_of(size, machine_memory()), folder, size > LARGE)
 
-    def _compile(self, graph: Any, folder: Path | None) -> Any:
+    def _compile(self, graph: Any, folder: Path | None, sizes: tuple[int, ...] | None) -> Any:
+        """Compile a graph. Its compiled form is kept for sizes that the next process begins with.
+
+        Measurements of trees compile for a dozen others, and each form has the weights again.
+        """
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
         if folder is not None:
             one = Compiling(folder.name, shapes_of(graph), precision, self.rounds, self.threads)
             if (ahead := HEAD_START.take(one)) is not None:
                 return ahead
-        return library.compile_graph(graph, precision, self.rounds, self.threads, folder)
+        usual = folder is not None and (sizes is None or sizes == read_first(folder))
+        return library.compile_graph(graph, precision, self.rounds, self.threads, folder if usual else None)
 
 
 def operators_of(weight_format: str) -> str | None:

@@ -310,6 +310,8 @@ class WrittenCache(BlockCache):
         """
         if self._addresses is None or self._addresses[0] is not self.buffers:
             self._addresses = self.buffers, [one.data_ptr() for one in self.blocks(1)]
+        # What is read at an address is not checked there.
+        assert all(one.dtype == torch.bool and one.shape == (*self.slots.shape, self.view) for one in visible)
         self._seen = [self.slots.contiguous(), *(mask.contiguous() for mask in visible)]
         rows = next(iter(self.stores.values())).shape[2]
         numbers = [self.view, rows, self.dtype.itemsize, *(one.data_ptr() for one in self._seen)]

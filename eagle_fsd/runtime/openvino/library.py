@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 EXTRA = "openvino"
 # Activations are rounded to 8 bits in groups of this many, as llama.cpp does, where weights have few bits.
 ACTIVATION_GROUP = 32
+WEIGHTS = "graph.bin"  # beside a kept graph
+MOST_COMPILED = 2**30  # bytes of weights, beyond which compiled forms, which have them again, are not kept
 IMPORTING = threading.Lock()  # held while OpenVINO is imported
 MAKING = threading.Lock()  # and while its one Core is made
 
@@ -179,20 +181,27 @@ def compile_graph(
     """Compile an openvino.Model for this processor, or read its compiled form from a folder that has it.
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
-    few bits round their other factor to 8 bits. A folder is ignored if it cannot be used, or if another
-    process keeps it locked for long. A graph with attention over pages is always compiled: OpenVINO writes
-    its compiled form and cannot read it.
+    few bits round their other factor to 8 bits. A folder is ignored if it cannot be used, if another process
+    keeps it locked for long, or if its weights are larger than MOST_COMPILED. A graph with attention over
+    pages is always compiled: OpenVINO writes its compiled form and cannot read it.
     """
     config = settings(precision, rounded_activations, threads)
     paged = describe_pages(model)
     with LOCALE:
-        if folder is not None and folder.is_dir() and not paged:
+        if folder is not None and may_keep(folder) and not paged:
             try:
                 with hold_lock(folder / "compiled"):
                     return core().compile_model(model, "CPU", config | {"CACHE_DIR": str(folder)})
             except (OSError, RuntimeError) as error:
                 logger.info("the compiled form of %s is not kept: %s", folder.name, one_line(error, 200))
         return core().compile_model(model, "CPU", config)
+
+
+def may_keep(folder: Path) -> bool:
+    """Return whether compiled forms of the graph in a folder may be kept there."""
+    with contextlib.suppress(OSError):
+        return folder.is_dir() and (folder / WEIGHTS).stat().st_size <= MOST_COMPILED
+    return False
 
 
 def describe_pages(model: Any) -> bool:
