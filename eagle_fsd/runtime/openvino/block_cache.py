@@ -233,15 +233,7 @@ class PagedCache(BlockCache):
 
     block, tables = PAGE, 7
 
-    def __init__(
-        self,
-        batch: int,
-        capacity: int,
-        members: Sequence[tuple[int, int]],
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(batch, capacity, members, dtype)
-        self._pages: tuple[tuple[int, int, int], Tensor] | None = None  # and what they are for
+    _pages: tuple[tuple[int, int, int], Tensor] | None = None  # and what they are for
 
     @property
     def shown(self) -> tuple[object, int]:
@@ -282,16 +274,8 @@ class WrittenCache(BlockCache):
 
     block, tables = WRITTEN_BLOCK, 1
 
-    def __init__(
-        self,
-        batch: int,
-        capacity: int,
-        members: Sequence[tuple[int, int]],
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(batch, capacity, members, dtype)
-        self._addresses: tuple[object, list[int]] | None = None  # of the members, and in which buffers
-        self._seen: list[Tensor] = []  # what a graph reads at other addresses: it must stay while one runs
+    _addresses: tuple[object, list[int]] | None = None  # of the members, and in which buffers
+    _seen: Sequence[Tensor] = ()  # what a graph reads at other addresses: it must stay while one runs
 
     @property
     def shown(self) -> tuple[object, int]:
