@@ -11,7 +11,7 @@ head size, N blocks of BLOCK slots, P pages of PAGE slots, S slots in view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ from eagle_fsd.runtime.openvino.block_cache import (
     PagedCache,
     WrittenCache,
 )
+
+
+class Scoring(NamedTuple):
+    """How queries and keys make scores: see attend_blocks."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class TracedAttention:
@@ -54,7 +62,10 @@ class TracedAttention:
         sinks: see attend_blocks. Raises NotImplementedError for what this attention cannot do.
         """
         self.new[layer] = k, v
-        return attend_blocks(q, k, v, *self.members[layer], mask, scale, softcap, sinks)
+        return self._attend(layer, q, k, v, mask, Scoring(scale, softcap, sinks))
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Scoring) -> Tensor:
+        return attend_blocks(q, k, v, *self.members[layer], mask, *how)
 
 
 class PagedAttention(TracedAttention):
@@ -66,20 +77,10 @@ class PagedAttention(TracedAttention):
         super().__init__(masks, members)
         self.tables = tables
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if softcap is not None or sinks is not None:
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Scoring) -> Tensor:
+        if how.softcap is not None or how.sinks is not None:
             raise NotImplementedError("its attention has soft-caps or sinks")
-        return attend_pages(q, k, v, *self.members[layer], self.tables, scale)
+        return attend_pages(q, k, v, *self.members[layer], self.tables, how.scale)
 
 
 class TreeAttention(TracedAttention):
@@ -93,24 +94,14 @@ class TreeAttention(TracedAttention):
         super().__init__(masks, ())
         self.addresses = addresses
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Scoring) -> Tensor:
         kind = next((kind for kind, its in enumerate(self.masks) if its is mask), None)
         if kind is None:
             raise NotImplementedError("a layer attends under a mask that it has changed")
         none = torch.zeros(0, dtype=torch.float32, device="cpu")
-        given = (q, k, v, self.addresses, none if sinks is None else sinks)
+        given = (q, k, v, self.addresses, none if how.sinks is None else how.sinks)
         places = (FIRST_ADDRESS + kind, FIRST_ADDRESS + len(self.masks) + 2 * layer)
-        return _tree_attention(*given, scale, softcap or 0.0, *places).transpose(1, 2)
+        return _tree_attention(*given, how.scale, how.softcap or 0.0, *places).transpose(1, 2)
 
 
 def attention_in_place(
