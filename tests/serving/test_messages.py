@@ -228,6 +228,42 @@ def test_system_and_blocks_are_the_turns_of_a_chat(client: TestClient, system: A
     assert [turn.text for turn in both.turns] == ["a\n\nb", "Hi"]
 
 
+def test_neighbours_of_one_role_are_one_turn() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": "you"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}]},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "assistant", "content": [{"type": "text", "text": "so"}, call]},
+        {"role": "assistant", "content": "then"},  # behind the call
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1"}]},
+        {"role": "user", "content": "Look"},
+        {"role": "user", "content": [image]},
+        {"role": "system", "content": "x"},
+        {"role": "system", "content": "y"},
+    ]
+    found = request(messages=turns).turns
+    assert [(turn.role, turn.text) for turn in found] == [
+        ("user", "Hi\n\nyou"),
+        ("assistant", "Ho\n\nso"),
+        ("assistant", "then"),
+        ("tool", "1"),
+        ("user", "Look"),
+        ("system", "x"),
+        ("system", "y"),
+    ]
+    assert [len(turn.tool_calls) for turn in found] == [0, 1, 0, 0, 0, 0, 0]
+    assert [len(turn.images) for turn in found] == [0, 0, 0, 0, 1, 0, 0]
+
+
+def test_an_answer_goes_on_with_the_last_of_joined_messages(client: TestClient) -> None:
+    begun = [*CHAT, {"role": "assistant", "content": "Well."}, {"role": "assistant", "content": "The sky "}]
+    chat = [*CHAT, {"role": "assistant", "content": "Well.\n\nThe sky "}]
+    assert text_of(ask(client, messages=begun)) == text_of(ask(client, messages=chat))
+
+
 def test_a_late_system_message_is_refused_in_words_that_claude_code_knows(client: TestClient) -> None:
     """Where the chat template refuses it, and no other chat that it refuses."""
     strict = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"

@@ -12,12 +12,15 @@ from eagle_fsd.serving.errors import format_json
 from eagle_fsd.serving.requests.messages import (
     CalledFunction,
     Message,
+    Part,
+    TextPart,
     ToolCall,
     refuse_images,
     require_parts,
 )
 from eagle_fsd.serving.tools.fields import Cacheable, OrText, Strict
 
+JOINED = ("user", "assistant")  # the roles whose neighbours are one turn
 KINDS = {  # the classes of blocks, by their types
     "text": "TextBlock",
     "image": "ImageBlock",
@@ -199,13 +202,35 @@ def text_of(blocks: Sequence[TextBlock | ImageBlock]) -> str:
 
 def turns_of_blocks(messages: Sequence[BlockMessage]) -> list[Message]:
     """Return the turns of a chat. Results have the names of the functions that were called."""
-    turns = [turn for message in messages for turn in message.turns]
+    turns = joined([turn for message in messages for turn in message.turns])
     names: dict[str | None, str] = {}
     for turn in turns:
         names |= {call.id: call.function.name for call in turn.tool_calls}
         if turn.role == "tool":
             turn.name = names.get(turn.tool_call_id)
     return turns
+
+
+def joined(turns: Sequence[Message]) -> list[Message]:
+    """Return turns in which neighbours of the user, or of the assistant, are one, with an empty line between.
+
+    Many templates refuse two turns of one role. What the assistant says behind its calls stays behind them.
+    """
+    made: list[Message] = []
+    for turn in turns:
+        before = made[-1] if made else None
+        if before is None or before.role != turn.role or turn.role not in JOINED or before.tool_calls:
+            made.append(turn)
+        elif before.images or turn.images:
+            before.content = [*parts_of(before), *parts_of(turn)]
+        else:
+            before.content = "\n\n".join(filter(None, (before.text, turn.text)))
+            before.tool_calls = turn.tool_calls
+    return made
+
+
+def parts_of(turn: Message) -> list[Part]:
+    return [TextPart(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
 
 
 BlockMessages = Annotated[list[BlockMessage], Field(fail_fast=True, min_length=1)]
