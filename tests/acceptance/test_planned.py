@@ -307,6 +307,7 @@ def test_wrong_values_are_named() -> None:
         ({"mode": "swap"}, "mode is 'swap' with a price of 0 of tokens: it swaps children by a plan"),
         ({"mode": "swap", "price": 1.0, "cost": "kl"}, "mode is 'swap' with a price of 1 of kl"),
         ({"price": 1.0, "child": "target"}, "child is 'target' with a price of 1: the plan chooses"),
+        ({"cost": "kl"}, "cost is 'kl' without a price above 0: it would have no effect; give a price"),
     ):
         with pytest.raises(ValueError, match=named):
             Fuzzy(**fields)
