@@ -86,8 +86,8 @@ class Fuzzy:
         require_choice("cost", self.cost, COSTS)
         if self.cost != COSTS[0] and not self.price:
             raise ValueError(
-                f"cost is {self.cost!r} without a price above 0: it would have no effect; give a price such as "
-                "1.5, or leave it out"
+                f"cost is {self.cost!r} without a price above 0: it would have no effect; give a price such "
+                "as 1.5, or leave it out"
             )
         require_boolean("exact_eos", self.exact_eos)
         if self.price and self.child != "draft":
