@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from tests.support.covering import covering
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
@@ -104,8 +106,27 @@ def interrupts_arrive() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the real engine is marked so. The longest test begins first, beside all others."""
+    """Whatever uses the real engine is marked so. The longest test begins first, beside all others.
+
+    Of a test with the marker covering(strength) the cases that its covering array lacks are slow.
+    """
+    grids: dict[str, list[pytest.Function]] = {}
     for item in items:
         if "smollm2" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") is not None:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for grid in grids.values():
+        mark_slow(grid)
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+
+
+def mark_slow(grid: Sequence[pytest.Function]) -> None:
+    """Mark the cases of a test slow that its covering array lacks, see tests/support/covering.py."""
+    quick = [item for item in grid if item.get_closest_marker("slow") is None]
+    (strength,) = grid[0].get_closest_marker("covering").args
+    # pytest joins the ids of a case's parameters, which may have the same sign in them, only at last.
+    chosen = covering([item.callspec._idlist for item in quick], strength)
+    for place, item in enumerate(quick):
+        if place not in chosen:
+            item.add_marker(pytest.mark.slow)

@@ -131,6 +131,7 @@ def test_a_step_of_every_family_asks_nothing(family: str) -> None:
     step(target_of(family, torch.bfloat16 if family in EXPERTS else torch.float32))
 
 
+@pytest.mark.covering(1)
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("drafted", [None, 40])
@@ -144,6 +145,7 @@ def test_all_rules_that_have_a_name_are_run() -> None:
     assert {type(rule) for rule in RULES} == set(NAMED.values())
 
 
+@pytest.mark.covering(1)
 @torch.inference_mode()
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -350,6 +350,7 @@ def outcomes(verdict: Verdict) -> list[tuple[list[int], list[int], list[bool]]]:
 # --- the walk equals the twin ---
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("seed", [0, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -506,6 +507,7 @@ def test_chances_that_sum_to_one_up_to_rounding_leave_none_for_no_child() -> Non
         assert choose(tree, chances, below_one)[0, 0] == taken
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
 @pytest.mark.parametrize("child", CHILDREN)
@@ -676,6 +678,7 @@ def test_gains_are_what_the_target_goes_on_to_accept(sampling: SamplingConfig) -
     assert len(found) > 1 and max(found) > 0.3
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])
 @pytest.mark.parametrize("child", CHILDREN)
@@ -793,6 +796,7 @@ def test_lossless_law_of_the_first_two_tokens(
     check_pairs(torch.cat(pairs), law)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "sampling", [WARM, PAPERS], ids=["temperature 1", "temperature 0.6, top-p 0.9, top-k 50"]
 )

@@ -69,6 +69,7 @@ def copies(seed: int) -> tuple[DraftTree, Tensor]:
     return DraftTree(**many, depth=tree.depth), logits.expand(ROWS, -1, -1).float()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", [WARM, NARROW], ids=["warm", "narrow"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_tokens_are_drawn_from_the_law(rule: AcceptanceRule, sampling: SamplingConfig) -> None:

@@ -133,6 +133,7 @@ def policy_of(chances: Tensor, parents: list[int]) -> Policy:
     return {parents[node]: node for node, chance in enumerate(chances.tolist()) if node and chance == 1}
 
 
+@pytest.mark.covering(2)
 @every_sampling
 @every_cost
 @both_modes
@@ -173,6 +174,7 @@ def test_a_certain_child_costs_nothing_where_the_divergence_is_infinite() -> Non
     assert isinstance(chances, Tensor) and chances[0, 1] == 1
 
 
+@pytest.mark.covering(2)
 @every_sampling
 @pytest.mark.parametrize("cost", ["tokens", "divergence"])
 @pytest.mark.parametrize("threshold", [math.inf, 0.35])

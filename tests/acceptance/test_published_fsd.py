@@ -66,6 +66,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.6, 0.0])
 @pytest.mark.parametrize(("divergence", "threshold"), SETTINGS)
 def test_texts_are_those_of_the_algorithm_written_down(

@@ -75,6 +75,7 @@ def test_hugging_face_law_where_ties_abound(config: SamplingConfig, dtype: torch
     assert bool((~differ | (logits == cut)).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("top_p", [0.9, 0.7, 0.5, 0.2, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize("seed", range(10))

@@ -80,6 +80,7 @@ def test_the_third_prompt_with_a_beginning_does_not_read_it(
         assert read.take() == len(prompt) - max(reused, 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", WAYS, ids=["greedy", "lossless", "fuzzy"])
 @pytest.mark.parametrize("name", ["qwen3_5", "draft model"])
 def test_a_seed_gives_the_text_that_it_gives_without_a_cache(name: str, options: dict[str, Any]) -> None:
@@ -157,6 +158,7 @@ def run(name: str, prompts: Sequence[Sequence[int]], **options: Any) -> tuple[li
     return texts, scheduler
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slice_tokens", [None, 30, 120])
 @pytest.mark.parametrize("name", ["lfm2", "draft model"])
 def test_of_prompts_that_wait_together_the_second_goes_on_too(

@@ -218,6 +218,7 @@ RULES: dict[str, AcceptanceRule] = {
 RELAXES_GREEDY = set(RULES) - {"lossless", "sglang", "cactus"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_rule_follows_a_refused_token(name: str, temperature: float) -> None:

@@ -36,6 +36,7 @@ def texts(terms: Terms, crowded: dict[int, TreeConfig], lookup: bool, count: int
     return made
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lookup", [False, True])
 @pytest.mark.parametrize(
     "rule", [Lossless(), Fuzzy(0.0), Fuzzy(0.0, price=0.5), Fuzzy(math.inf, price=math.inf, mode="swap")]

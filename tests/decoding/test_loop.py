@@ -75,6 +75,7 @@ def test_greedy_rows_equal_the_same_prompt_alone(drafting: str) -> None:
         assert all(stats.tau > 2 for stats in made.stats)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "rule",
     [Lossless(), Fuzzy(threshold=0.5), Fuzzy(threshold=0.5, mode="paper"), Typical()],

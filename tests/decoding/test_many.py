@@ -41,6 +41,7 @@ def many(batch_size: int, prompts: Sequence[Sequence[int]] = PROMPTS, **options:
     return sorted(found, key=lambda text: text.number)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize(
     "options",

@@ -39,6 +39,7 @@ def ask(model: EagleFSD, prompt: Sequence[int], kept: PromptCache | None, **opti
     return answer(model, prompt, kept, **options).new_tokens[0]
 
 
+@pytest.mark.covering(1)
 @every_drafter
 @pytest.mark.parametrize("options", WAYS, ids=["greedy", "fuzzy"])
 def test_the_turns_of_a_chat_are_read_once(

@@ -84,6 +84,7 @@ def collect(scheduler: Scheduler) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("size", [TREE, TreeConfig(1)], ids=["drafted", "plain"])
@@ -160,6 +161,7 @@ def test_recorded_steps_give_the_same_texts(kinds: list[Kind], monkeypatch: pyte
     assert recorder.replays > 10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [TREE, TreeConfig(1)], ids=["drafted", "plain"])
 @pytest.mark.parametrize("cache_tokens", [None, 4096])
 def test_a_lone_text_takes_the_memory_and_the_recordings_of_the_one_before(

@@ -77,6 +77,7 @@ def plain_log_q(model: TargetModel, text: Sequence[int], tokens: int = VOCAB) ->
 # --- trees ---
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("tree_config", "chunk"), [(TREE, 3), (CHAIN, 512), (DEEP, 512)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()

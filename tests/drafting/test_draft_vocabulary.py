@@ -160,6 +160,7 @@ def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> 
     assert taus["the others"] == [1.0] * 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_tokens_in_any_order_are_no_restriction(rule: object, temperature: float) -> None:

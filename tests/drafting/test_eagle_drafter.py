@@ -178,6 +178,7 @@ def test_beyond_the_longest_text_of_training_a_head_sees_a_window() -> None:
     assert not torch.allclose(unlimited.log_q[2, 0], tree.log_q[2, 0], atol=1e-2), "the window did nothing"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("asks", "one_size"), [(True, False), (True, True), (False, False)], ids=["fitted", "one size", "static"]
 )

@@ -136,6 +136,7 @@ def test_sampled_text_does_not_depend_on_its_batch(name: str, rule: AcceptanceRu
     assert [found[row] for row in range(5)] == wanted
 
 
+@pytest.mark.covering(1)
 @every_drafter
 @pytest.mark.parametrize("cut", [{}, {"top_k": 20, "top_p": 0.95}], ids=["all tokens", "some tokens"])
 def test_warm_text_does_not_depend_on_its_tree(name: str, cut: dict[str, float]) -> None:

@@ -60,6 +60,7 @@ def targets_own() -> list[list[int]]:
     return greedy_alone(tiny_model(), prompts(), 40)
 
 
+@pytest.mark.covering(1)
 @every_source
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_greedy_text_is_the_targets_own_in_any_batch(sources: Sources, tree: TreeConfig) -> None:
@@ -73,6 +74,7 @@ def test_greedy_text_is_the_targets_own_in_any_batch(sources: Sources, tree: Tre
     assert sum(row.exact_accepts for row in together.stats) > 0, "nothing was drafted"
 
 
+@pytest.mark.covering(1)
 @every_source
 @pytest.mark.parametrize("rule", [None, Fuzzy(0.4)], ids=["lossless", "fuzzy"])
 def test_sampled_text_is_the_same_alone_beside_others_and_joining_late(

@@ -64,6 +64,7 @@ def ends() -> list[list[int]]:
     return greedy_alone(tiny_model(), prompts(), 40)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafted", [pytest.param(None, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("tree", TREES, ids=str)

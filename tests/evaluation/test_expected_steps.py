@@ -41,6 +41,7 @@ def verified_tree(sampling: SamplingConfig, seed: int = 4) -> Verified:
     return Verified(tree, logits, sampling, NONE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("word", RULES)
 def test_the_walk_does_on_average_what_is_expected(word: str, sampling: SamplingConfig) -> None:

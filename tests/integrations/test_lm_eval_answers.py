@@ -106,6 +106,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
 # --- batches ---
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 9])
 @pytest.mark.parametrize("tree", [TreeConfig(16, 5, 8), TreeConfig(8, 2, 4), TreeConfig(1)], ids=str)
 def test_lossless_answers_are_the_targets_own_cut_at_the_stop_strings(

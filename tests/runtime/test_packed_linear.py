@@ -67,6 +67,7 @@ def test_a_packed_layer_gives_what_the_plain_one_does(
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(576, 1536), (1536, 576), (7, 3), (1, 5), (576, 5000)])
 def test_a_weight_packed_once_serves_any_rows_and_threads(
     shape: tuple[int, int], backend: MatmulBackend

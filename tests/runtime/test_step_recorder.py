@@ -141,6 +141,7 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recorder.replays > recorder.recordings >= 8 and ends == {(5, 5), (10, 10)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("warm", [{}, {"temperature": 1.0}])
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_tree_as_deep_as_the_draft_is_sure_gives_the_text_that_it_gives_unrecorded(
@@ -227,6 +228,7 @@ def test_a_rule_that_cannot_be_named_is_not_recorded() -> None:
 BATCHES = [(2, [4, 6]), (4, [4, 6, 8, 7]), (8, [1, 20, 8, 1, 24, 10, 24, 7])]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("own", [None, 6], ids=["all", "text-tokens"])
 @pytest.mark.parametrize(("batch", "lengths"), BATCHES)
 def test_rows_that_finish_cost_few_recordings_and_none_in_the_end(

@@ -98,6 +98,7 @@ def refusal(client: TestClient, path: str = CHATS, **asked: Any) -> dict[str, An
 # -- answers ----------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [(28, 28), (40, 90)])
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "JPEG"])
 def test_the_answer_is_the_engines_own(client: TestClient, kind: str, size: tuple[int, int]) -> None:

@@ -176,6 +176,7 @@ def test_a_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fields", [{}, {"include": [LOGPROBS]}, {"include": [LOGPROBS], "top_logprobs": 2}])
 @pytest.mark.parametrize("stops", [False, True])
 def test_the_events_of_a_stream_add_up_to_the_whole_response(

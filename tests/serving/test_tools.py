@@ -179,6 +179,7 @@ def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) ->
         assert len(names) > 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_of_functions_those_that_are_allowed_are_offered(mode: str, template: str) -> None:
@@ -249,6 +250,7 @@ SCRIPTS: dict[str, tuple[str, str | None, list[tuple[str, Any]]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_models_own_calls_are_read(name: str, template: str) -> None:

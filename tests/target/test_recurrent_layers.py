@@ -102,6 +102,7 @@ def test_greedy_texts_are_those_of_generate(family: str) -> None:
     assert all(stats.tau > 2 for stats in output.stats)
 
 
+@pytest.mark.covering(1)
 @few_families
 @pytest.mark.parametrize("lookup", [False, True])
 def test_a_head_and_lookup_draft_for_them(family: str, lookup: bool) -> None:

@@ -49,6 +49,7 @@ def mixers_of(family: str) -> tuple[nn.Module, nn.Module]:
     return find_mixers(model.get_decoder())[-1], find_mixers(with_grouped_attention(model.get_decoder()))[-1]
 
 
+@pytest.mark.covering(1)
 @torch.inference_mode()
 @every_family
 @pytest.mark.parametrize("seed", range(2))

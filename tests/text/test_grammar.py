@@ -56,6 +56,7 @@ def texts(model: EagleFSD, count: int = 6, **options: Any) -> list[str]:
     return [model.tokenizer.decode(row, skip_special_tokens=True) for row in made.new_tokens]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "rule", [Lossless(), Fuzzy(1e9), Fuzzy(1e9, mode="paper", price=0.01), PublishedFSD(1e9)], ids=str

@@ -81,6 +81,7 @@ def by_number(answers: Iterator[Answer]) -> dict[int, Answer]:
 # --- the pool ---
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 64])
 def test_answers_are_the_targets_own_greedy_texts_whatever_the_pool(family: str, rows: int) -> None:

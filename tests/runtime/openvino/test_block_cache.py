@@ -98,6 +98,7 @@ def random_path(draw: torch.Generator, width: int, count: int) -> list[int]:
     return [0, *sorted(others.tolist())]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", [BlockCache, PagedCache, WrittenCache])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(8))

@@ -192,6 +192,7 @@ class Texts:
         return made
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
     ("kv_heads", "size", "value_size", "options"),

@@ -84,6 +84,7 @@ def adapted(texts: Texts) -> tuple[EagleFSD, HeadAdapter]:
     return model, adapter
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lookup", [False, True])
 @pytest.mark.parametrize("runtime", ["torch", "openvino"])
 def test_the_head_drafts_better_and_no_lossless_text_changes(lookup: bool, runtime: str) -> None:

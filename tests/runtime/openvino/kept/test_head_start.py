@@ -257,6 +257,7 @@ def test_a_program_that_did_its_work_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == ["begin", "complete", "end"] * 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("program", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
     "flags",
