@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-from tests.support.covering import covering
+from support.covering import covering
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-
-from tests.support.covering import covering
+from support.covering import covering
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])

@@ -104,7 +104,7 @@ def live_through(engine: EagleFSD, new_tokens: int, generations: int, settled: i
     return before, resident()
 
 
-@pytest.mark.parametrize("generations", [500, pytest.param(GENERATIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("generations", [360, pytest.param(GENERATIONS, marks=pytest.mark.slow)])
 def test_many_generations_leave_nothing_behind(generations: int) -> None:
     engine = EagleFSD(TargetModel(pack_linears(tiny_model("llama", "sdpa"))), pack_linears(tiny_head()))
     before, after = live_through(engine, 10, generations, SETTLED)

@@ -1305,6 +1305,7 @@ def test_real_answer_equals_the_engine(
 
 
 @pytest.mark.real
+@pytest.mark.slow  # a server's process, and this one's code with a scripted model, end on it in quick tests
 def test_real_process_ends_on_ctrl_c(smollm2: Any) -> None:
     command = [
         sys.executable,

@@ -154,7 +154,7 @@ def test_drafts_are_those_of_a_twin_that_reads_the_embeddings(
         check(tree, Twin(target.model, one, head), row)
 
 
-@pytest.mark.parametrize("name", ["eagle", "own embeddings"])
+@pytest.mark.parametrize("name", ["eagle", pytest.param("own embeddings", marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_the_same_in_parts_and_behind_what_was_kept(name: str) -> None:
     """A part may end within an image, and a kept text with its image."""

@@ -91,15 +91,24 @@ def test_distances_are_total_variations_by_place() -> None:
 # --- Processes and memory ---
 
 
-def test_a_process_of_its_own_ends_and_raises(tmp_path: Path) -> None:
+def test_a_process_of_its_own_ends(tmp_path: Path) -> None:
     in_own_process(os.mkdir, tmp_path / "made")
     assert (tmp_path / "made").is_dir()
-    with pytest.raises(ValueError, match="invalid literal"):
-        in_own_process(int, "no number")
-    with pytest.raises(ValueError, match="the process of _exit ended early, with exit code 3: it must run"):
-        in_own_process(os._exit, 3)
-    with pytest.raises(ValueError, match="the process of len ended early, with exit code 1: it must run"):
-        in_own_process(len)
+
+
+@pytest.mark.parametrize(
+    ("work", "given", "named"),
+    [
+        (int, ["no number"], "invalid literal"),
+        (os._exit, [3], "the process of _exit ended early, with exit code 3: it must run"),
+        pytest.param(
+            len, [], "the process of len ended early, with exit code 1: it must run", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_a_process_of_its_own_raises_is_said(work: Any, given: list[Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        in_own_process(work, *given)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

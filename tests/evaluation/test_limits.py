@@ -17,6 +17,7 @@ from eagle_fsd.evaluation.commands.limits import (
     forward_table,
     machine,
 )
+from eagle_fsd.runtime import timing
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -92,6 +93,7 @@ def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head())
     monkeypatch.setattr(script, "load_engine", lambda _: engine)
     monkeypatch.setattr(script, "machine", lambda *_: Machine(2e9, 3e9))
+    monkeypatch.setattr(timing, "ENOUGH", 1e-9)
     script.main(["--context", "20", "30", "--nodes", "4"])
     printed = capsys.readouterr().out
     assert "float32: 2.0 GB/s, 3 GFLOP/s; linear layers as loaded" in printed
