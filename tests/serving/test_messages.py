@@ -45,6 +45,8 @@ SCRIPTS = {
     "half a call": f'{SAID}\n<tool_call>\n{{"name": "now"',
     "a number that no float is": '<tool_call>\n{"name": "pick", "arguments": {"n": 1e999}}\n</tool_call>',
 }
+LONG = "text and calls"  # what it has, the text after a call has too
+QUICK_SCRIPTS = [pytest.param(name, marks=[pytest.mark.slow] * (name == LONG)) for name in SCRIPTS]
 PICK = {"type": "object", "properties": {"n": {"type": "integer"}}}
 TOOLS = [
     {"name": "pick", "description": "Pick.", "input_schema": PICK, "cache_control": {"type": "ephemeral"}},
@@ -335,7 +337,7 @@ def test_an_answer_goes_on_with_a_last_message_of_the_assistant(client: TestClie
 # -- calls and forms ----------------------------------------
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", QUICK_SCRIPTS)
 def test_calls_are_blocks_in_the_order_of_the_text(name: str) -> None:
     """Wherever the limit cuts them, they are what a chat's answer has."""
     kinds = {
@@ -366,7 +368,9 @@ def test_calls_are_blocks_in_the_order_of_the_text(name: str) -> None:
                 assert [block["type"] for block in whole["content"]] == kinds[name]
 
 
-@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
+@pytest.mark.parametrize(
+    "template", [TOOL_TEMPLATE, pytest.param(TEMPLATE, marks=pytest.mark.slow)], ids=["known", "unknown"]
+)
 def test_tool_choice_is_that_of_a_chat(template: str) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     choices = [

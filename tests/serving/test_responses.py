@@ -41,6 +41,8 @@ SCRIPTS = {
     "text after a call": f"{SAID}\n{as_call('pick', {'n': 1})}\nSo.\n{as_call('now', {})}\nDone.",
     "half a call": f'{SAID}\n<tool_call>\n{{"name": "now"',
 }
+LONG = "text and calls"  # what it has, the text after a call has too
+QUICK_SCRIPTS = [pytest.param(name, marks=[pytest.mark.slow] * (name == LONG)) for name in SCRIPTS]
 
 
 class Person(BaseModel):
@@ -354,7 +356,7 @@ def test_calls_in_a_row_are_of_the_message_before_them() -> None:
 # -- calls ----------------------------------------
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", QUICK_SCRIPTS)
 def test_text_and_calls_are_items_in_their_order(name: str) -> None:
     """Wherever the limit cuts them, they are what a chat's answer has."""
     written = SCRIPTS[name]

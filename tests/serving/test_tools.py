@@ -88,7 +88,11 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, dict[int, dict[
 # -- forms ----------------------------------------
 
 
-@pytest.mark.parametrize(("temperature", "more"), [(0, {}), (0, ANY_TOKEN), (1, ANY_TOKEN)], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "more"),
+    [(0, {}), (0, ANY_TOKEN), pytest.param(1, ANY_TOKEN, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_answers_have_their_schema_whole_and_streamed(
     client: openai.OpenAI, more: dict[str, Any], temperature: float
 ) -> None:
@@ -156,7 +160,9 @@ def require_call(name: str, arguments: str) -> None:
             assert name == "now" and found == {}
 
 
-@pytest.mark.parametrize(("template", "more"), [("known", {}), ("unknown", ANY_TOKEN)])
+@pytest.mark.parametrize(
+    ("template", "more"), [("known", {}), pytest.param("unknown", ANY_TOKEN, marks=pytest.mark.slow)]
+)
 def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) -> None:
     """Also where the chat template knows no tools: these are then described in the system message."""
     engine = schema_engine() if template == "known" else schema_engine(template=TEMPLATE)
@@ -345,7 +351,9 @@ def test_a_strict_function_is_called_with_what_its_schema_allows_or_not_at_all()
             require_call(one.function.name, one.function.arguments)
 
 
-@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TEMPLATE], ids=["known", "unknown"])
+@pytest.mark.parametrize(
+    "template", [TOOL_TEMPLATE, pytest.param(TEMPLATE, marks=pytest.mark.slow)], ids=["known", "unknown"]
+)
 def test_an_answer_that_calls_nothing_has_its_form_beside_tools(template: str) -> None:
     """A model that would write neither is held to one of them, and a call that is forced stays one."""
     ann = '{"name": "ann", "age": 3, "tags": []}'
