@@ -651,8 +651,10 @@ wanted_texts = functools.cache(texts_of_drafters)
         ("torch", torch.bfloat16),
         ("torch", torch.float64),
         ("torch", "meta"),  # where there is no data, so that one tensor made there would end the call
-        ("openvino", torch.bfloat16),
-        pytest.param("openvino", torch.float64, marks=pytest.mark.slow),
+        *(
+            pytest.param("openvino", dtype, marks=pytest.mark.slow)
+            for dtype in (torch.bfloat16, torch.float64)
+        ),
         ("openvino", "meta"),
     ],
 )

@@ -98,6 +98,7 @@ def test_a_prompt_is_answered(command: Callable[..., str]) -> None:
 
 
 @needs_target
+@pytest.mark.slow  # an answer and the help of this command are quick
 def test_tau_is_measured(command: Callable[..., str], tmp_path: Path) -> None:
     """And the row says how, without a checkout to name a commit of."""
     prompts, rows = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"

@@ -121,18 +121,17 @@ def write_toy_data(folder: Path) -> None:
 
 
 def needed(lines: Sequence[str]) -> list[bool]:
-    """Return which commands a quick run needs: whose output a later one names, else the last of a script."""
-    outputs = [re.search(r"--output (\S+)", line) for line in lines]
-    named = []
-    for place, found in enumerate(outputs):
-        name = found and re.compile(rf"{re.escape(found[1])}(?![\w.])")
-        named.append(name is not None and any(map(name.search, lines[place + 1 :])))
+    """Return which commands a quick run needs: the first of each script in train/, and whose output it names."""
     scripts = [line.split()[1] for line in lines]
-    met = {script for script, is_named in zip(scripts, named, strict=True) if is_named}
-    last = {script: place for place, script in enumerate(scripts)}
-    return [
-        named[place] or (script not in met and last[script] == place) for place, script in enumerate(scripts)
+    run = [
+        script.startswith("train/") and script not in scripts[:place] for place, script in enumerate(scripts)
     ]
+    for place in reversed(range(len(lines))):
+        if found := re.search(r"--output (\S+)", lines[place]):
+            name = re.compile(rf"{re.escape(found[1])}(?![\w.])")
+            later = zip(lines[place + 1 :], run[place + 1 :], strict=True)
+            run[place] |= any(is_run and name.search(line) for line, is_run in later)
+    return run
 
 
 class Parsed(Exception):
@@ -277,8 +276,8 @@ def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPa
 def test_the_scripts_commands_run_one_after_the_other(
     every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Any
 ) -> None:
-    """As a reader would run them, in the order of the pages, at toy size; every one of them, or one a script
-    and those whose files it needs. The others read their arguments.
+    """As a reader would run them, in the order of the pages, at toy size; every one of them, or those of
+    train/ and what they read. The others, which have quick tests of their own, read their arguments.
     """
     pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install 'eagle-fsd[train]'")
     monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once

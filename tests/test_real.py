@@ -46,7 +46,12 @@ def check(engine: EagleFSD, texts: list[str], tree: TreeConfig, batch_size: int,
 
 
 @pytest.mark.parametrize(
-    ("tree", "batch_size"), [(next(iter(LEAST_TAU)), 1), *((tree, 4) for tree in LEAST_TAU)], ids=str
+    ("tree", "batch_size"),
+    [
+        (next(iter(LEAST_TAU)), 1),
+        *(pytest.param(tree, 4, marks=[pytest.mark.slow] * (tree.total_tokens > 16)) for tree in LEAST_TAU),
+    ],
+    ids=str,
 )
 def test_greedy_text(smollm2: EagleFSD, tree: TreeConfig, batch_size: int) -> None:
     """In a batch the four have different lengths and end at different times."""

@@ -84,11 +84,6 @@ class Fuzzy:
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         require_number("price", self.price, 0.0, math.inf, "0 turns planning off, 1.5 is usual")
         require_choice("cost", self.cost, COSTS)
-        if self.cost != COSTS[0] and not self.price:
-            raise ValueError(
-                f"cost is {self.cost!r} without a price above 0: it would have no effect; give a price such "
-                "as 1.5, or leave it out"
-            )
         require_boolean("exact_eos", self.exact_eos)
         if self.price and self.child != "draft":
             raise ValueError(

@@ -312,6 +312,7 @@ def run(
     return accept(rule, Verified(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shared", [False, True], ids=["uniform numbers", "noise"])
 @pytest.mark.parametrize("sampling", SAMPLINGS[1:], ids=["warm", "narrow"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -397,6 +398,7 @@ def test_the_cases_are_worth_comparing() -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [name for name in GUARDS if name not in ("no guard", "all")])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
 def test_every_guard_acts_alone(name: str, sampling: SamplingConfig) -> None:
@@ -461,6 +463,7 @@ def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig)
         assert outcomes(alone)[0] == outcomes(together)[row]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
 @pytest.mark.parametrize(
     "rule", [Lossless(), Fuzzy(threshold=INF), Fuzzy(threshold=INF, mode="paper"), Typical()]
@@ -524,6 +527,7 @@ def test_a_larger_threshold_never_follows_less(name: str, sampling: SamplingConf
             assert torch.equal(larger[smaller >= 0], smaller[smaller >= 0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("child", CHILDREN)
 def test_an_infinite_threshold_follows_wherever_a_child_is_eligible(name: str, child: str) -> None:
@@ -757,6 +761,7 @@ def check_pairs(pairs: Tensor, law: Tensor) -> None:
     assert_law(counts, law)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("sampling", "vocab", "scale"),
     [(WARM, 16, 1.5), (PAPERS, 64, 1.2)],

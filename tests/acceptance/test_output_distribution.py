@@ -194,6 +194,7 @@ def test_a_lossless_verdict_has_no_distance() -> None:
     assert torch.equal(law, p)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", [WARM, NARROW, SamplingConfig()], ids=["warm", "narrow", "greedy"])
 @pytest.mark.parametrize("rule", [*RULES, Fuzzy(math.inf, mode="swap", price=0.4)], ids=str)
 def test_few_entries_say_what_the_whole_vocabulary_does(

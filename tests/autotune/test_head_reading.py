@@ -135,7 +135,7 @@ def test_a_measurement_that_tells_nothing_is_not_remembered(
     assert len(counted) == 4
 
 
-@pytest.mark.parametrize("weight_format", ["float32", "int8"])
+@pytest.mark.parametrize("weight_format", [pytest.param("float32", marks=pytest.mark.slow), "int8"])
 def test_a_second_start_needs_no_whole_model(
     folders: tuple[str, str], cache: Path, weight_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

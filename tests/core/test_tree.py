@@ -137,6 +137,7 @@ def test_rerank_gives_ties_to_the_shallower() -> None:
     assert rerank(scores, 2).tolist() == [[1, 2], [0, 1]]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("asks", [True, False], ids=["fitted", "static"])
 @pytest.mark.parametrize("kind", ["smooth", "tied", "dead"])
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 5), (3, 1), (2, 3), (3, 4), (4, 2)])

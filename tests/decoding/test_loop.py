@@ -330,6 +330,7 @@ def poison_logits(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Tensor, int
     monkeypatch.setattr(TargetSession, "verify", verify)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("bad", [[NAN], [INF], [NAN, INF], None], ids=["nan", "inf", "both", "nothing"])
 def test_logits_that_are_not_finite_end_with_an_error_and_no_text(
@@ -423,6 +424,7 @@ def test_a_stream_ends_with_the_error_after_what_was_right(monkeypatch: pytest.M
         engine.generate(PROMPTS[:1], max_new_tokens=24, tree=TREE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "rule", [Lossless(), Fuzzy(0.5), Fuzzy(float("inf"), "tv", mode="paper")], ids=["lossless", "js", "all"]

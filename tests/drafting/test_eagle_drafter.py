@@ -235,6 +235,7 @@ class Masked:
         return logits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", ["1/1/1", "2/1/1", "6/5/1", "9/2/3", "16/4/3", "33/4/4", "16/2/7"])
 @pytest.mark.parametrize("count", [7, 25, VOCAB])
 def test_a_draft_vocabulary_equals_the_plain_recursion_on_masked_logits(config: str, count: int) -> None:

@@ -178,6 +178,7 @@ def test_the_same_in_parts_and_behind_what_was_kept(name: str) -> None:
     check(drafter.draft(root, TREE), twin)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_texts_stay_exact(name: str, recorded: bool) -> None:

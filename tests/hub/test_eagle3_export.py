@@ -91,6 +91,7 @@ def test_the_usual_taps_are_not_named_and_others_are_by_both_conventions(tmp_pat
         assert possible_readings(data, 3 * HIDDEN, HIDDEN, 8) == [Reading(taps)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_head_is_read_back_as_it_was(tmp_path: Path, name: str, layout: str) -> None:

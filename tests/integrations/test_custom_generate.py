@@ -74,6 +74,7 @@ def test_greedy_texts_are_those_of_generate(repository: str, arguments: dict[str
         assert torch.equal(made, wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "own", [{"max_new_tokens": 5}, {"max_length": 15}, {"max_new_tokens": 5, "max_length": 9}]
 )

@@ -235,6 +235,7 @@ def two_steps(target: TargetModel, chunk: int, monkeypatch: pytest.MonkeyPatch) 
     return seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [512, 4])
 @pytest.mark.parametrize("family", LAYERS)
 def test_verify_and_prefill_are_the_usual_ones(

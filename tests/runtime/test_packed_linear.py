@@ -271,6 +271,7 @@ def test_rows_of_a_layer_are_its_outputs(packed: bool, bias: bool) -> None:
         torch.testing.assert_close(made(x), whole(x)[:, rows], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi"])
 def test_packed_targets_write_the_same_texts(family: str, backend: MatmulBackend) -> None:
     model = tiny_model(family, "eager" if family == "gemma2" else "sdpa")

@@ -160,6 +160,7 @@ def test_a_message_has_the_text_of_a_chat(client: TestClient) -> None:
     assert text_of(ask(client, **drawn)) == chat_text(client, **drawn) != text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 3, "threshold": 0.2}])
 @pytest.mark.parametrize("stops", [False, True])
 def test_the_events_of_a_stream_add_up_to_the_whole_message(

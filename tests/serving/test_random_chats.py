@@ -36,7 +36,7 @@ from eagle_fsd.serving.choices import Defaults
 from eagle_fsd.serving.work import scheduling
 from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat, call_grammar, call_text, describe_functions
 
-CLIENTS, CHATS, TURNS = 6, 5, 3
+CLIENTS, CHATS, TURNS = 6, 4, 3
 LONGEST_PROMPT, CACHE_TOKENS = 1400, 1900
 SPECIAL = (PAD, BEGIN, END)
 ANSWER = "assistant:"  # what a prompt ends with

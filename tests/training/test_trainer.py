@@ -239,6 +239,7 @@ def test_a_run_whose_best_head_is_gone_keeps_another(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / BEST)["step"] == again.step and again.best < 99
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [BEST, LOG])
 @pytest.mark.parametrize("evaluations", [1, 2])
 def test_a_run_that_is_killed_in_its_last_evaluation_ends_as_a_whole_one(
@@ -279,6 +280,7 @@ def test_a_run_that_is_killed_in_its_last_evaluation_ends_as_a_whole_one(
     assert held == ([9, last] if evaluations == 2 else [last])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bfloat16", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_target_may_be_of_another_precision_than_the_training(
