@@ -121,7 +121,7 @@ def write_toy_data(folder: Path) -> None:
 
 
 def needed(lines: Sequence[str]) -> list[bool]:
-    """Return which commands a quick run needs: the first of each script in train/, and whose output it names."""
+    """Return which commands a quick run needs: the first of each script in train/, and what those read."""
     scripts = [line.split()[1] for line in lines]
     run = [
         script.startswith("train/") and script not in scripts[:place] for place, script in enumerate(scripts)
