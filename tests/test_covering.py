@@ -25,10 +25,10 @@ def test_all_combinations_of_as_many_values_come(strength: int) -> None:
 @pytest.mark.parametrize("first", [1, 2, 3])
 @pytest.mark.parametrize("second", [1, 2])
 def test_what_is_not_chosen_is_slow(first: int, second: int, request: pytest.FixtureRequest) -> None:
-    names = {
-        item.name: item for item in request.session.items if item.originalname == request.node.originalname
-    }
-    if len(names) == 6:  # slow tests run as well
-        assert sum(item.get_closest_marker("slow") is None for item in names.values()) == 3
-    else:
-        assert request.node.get_closest_marker("slow") is None
+    mine = request.node.originalname
+    grid = [item for item in request.session.items if getattr(item, "originalname", None) == mine]
+    slow = sum(item.get_closest_marker("slow") is not None for item in grid)
+    if len(grid) == 6:  # of a run of quick and slow tests
+        assert slow == 3
+    elif len(grid) == 3:  # of a run of either
+        assert slow in (0, 3)
