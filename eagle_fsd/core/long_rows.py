@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64  # numbers in a part
-_SHORT = 1024  # rows up to this length are not worth a second pass
+_SHORT = 8192  # rows up to this length are not worth a second pass
 _SUMMED = 8192  # numbers of a row whose exponentials are summed at once
 
 

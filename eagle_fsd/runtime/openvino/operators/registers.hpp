@@ -20,8 +20,11 @@ inline Ints repeat_byte(char value) { return _mm512_set1_epi8(value); }
 inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 template <int BY>
-inline Ints shift(Ints a) {
+inline Ints shifted(Ints a) {
     return BY < 0 ? _mm512_srli_epi16(a, BY < 0 ? -BY : 0) : _mm512_slli_epi16(a, BY < 0 ? 0 : BY);
+}
+inline Ints plus_pairs(Ints a, Ints pairs) {  // each lane's two numbers of 16 bits are added to its one of 32
+    return _mm512_add_epi32(a, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 inline Ints other_signs(Ints a) { return _mm512_xor_si512(a, repeat_byte(-128)); }
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
@@ -38,7 +41,18 @@ inline Floats size(Floats a) { return _mm512_abs_ps(a); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline float max_of(Floats a) { return _mm512_reduce_max_ps(a); }
 inline float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
-inline int32_t sum_of(Ints a) { return _mm512_reduce_add_epi32(a); }
+inline Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+inline int32_t max_of(Ints a) { return _mm512_reduce_max_epi32(a); }
+inline Ints plus(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints bits_of_size(Floats a) { return _mm512_castps_si512(_mm512_abs_ps(a)); }
+inline void sums_of(Ints a, Ints b, int32_t* to) {  // of all lanes of each
+    const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+    const __m512i found = _mm512_add_epi32(low, high);
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(found), _mm512_extracti64x4_epi64(found, 1));
+    __m128i last = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    last = _mm_add_epi32(last, _mm_shuffle_epi32(last, 0x4e));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), last);
+}
 inline Ints to_ints(Floats a) { return _mm512_cvtps_epi32(a); }
 inline void store_bytes(int8_t* to, Ints a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(a));
@@ -83,8 +97,11 @@ inline Ints repeat_byte(char value) { return _mm256_set1_epi8(value); }
 inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 template <int BY>
-inline Ints shift(Ints a) {
+inline Ints shifted(Ints a) {
     return BY < 0 ? _mm256_srli_epi16(a, BY < 0 ? -BY : 0) : _mm256_slli_epi16(a, BY < 0 ? 0 : BY);
+}
+inline Ints plus_pairs(Ints a, Ints pairs) {
+    return _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 inline Ints other_signs(Ints a) { return _mm256_xor_si256(a, repeat_byte(-128)); }
 inline Floats to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
@@ -109,10 +126,19 @@ inline float sum_of(Floats a) {
     found = _mm_add_ps(found, _mm_movehl_ps(found, found));
     return _mm_cvtss_f32(_mm_add_ss(found, _mm_movehdup_ps(found)));
 }
-inline int32_t sum_of(Ints a) {
-    __m128i found = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    found = _mm_add_epi32(found, _mm_shuffle_epi32(found, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(found, _mm_shuffle_epi32(found, 0xb1)));
+inline Ints larger(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+inline int32_t max_of(Ints a) {
+    __m128i found = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    found = _mm_max_epi32(found, _mm_shuffle_epi32(found, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(found, _mm_shuffle_epi32(found, 0xb1)));
+}
+inline Ints plus(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints bits_of_size(Floats a) { return _mm256_castps_si256(size(a)); }
+inline void sums_of(Ints a, Ints b, int32_t* to) {  // of all lanes of each
+    const __m256i half = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    __m128i last = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    last = _mm_add_epi32(last, _mm_shuffle_epi32(last, 0x4e));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), last);
 }
 inline Ints to_ints(Floats a) { return _mm256_cvtps_epi32(a); }
 inline void store_bytes(int8_t* to, Ints a) {
@@ -156,10 +182,11 @@ inline Floats of_bytes(const uint8_t* from) {
 #endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr bool SIGNED_BYTES = false;  // weights of 8 bits are multiplied as unsigned ones, 128 higher
+constexpr bool VNNI = true;
 #else
-constexpr bool SIGNED_BYTES = true;
+constexpr bool VNNI = false;
 #endif
+constexpr bool SIGNED_BYTES = !VNNI;  // else weights of 8 bits are multiplied as unsigned ones, 128 higher
 
 // Return e^x, of x from -87 to 88: less is taken for -87. The error is some 1e-7 of it.
 inline Floats exp_of(Floats x) {
@@ -183,6 +210,11 @@ struct Half {
 };
 inline Floats floats_of(const Half* from) { return of_halves(reinterpret_cast<const uint8_t*>(from)); }
 inline float float_of(float from) { return from; }
+inline float float_of_bits(int32_t bits) {
+    float made;
+    std::memcpy(&made, &bits, sizeof(made));
+    return made;
+}
 inline float float_of(Half from) { return _cvtsh_ss(from.bits); }
 // Return a number in 16 bits, or the largest one that there is. What is not a number stays so.
 inline Half half_of(float from) {

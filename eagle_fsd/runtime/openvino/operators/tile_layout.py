@@ -10,7 +10,7 @@ import numpy as np
 from eagle_fsd.runtime.openvino.gguf_blocks import LAYOUTS, split_scales_of_6_bits
 from eagle_fsd.runtime.openvino.weight_formats import GROUP, Blocks
 
-TILE, CHUNK, LINE = 16, 32, 64  # outputs side by side, inputs that share an activation's scale, bytes
+TILE, CHUNK, LINE = 32, 32, 64  # outputs side by side, inputs that share an activation's scale, bytes
 INT8 = "int8"  # the kind of weights that were rounded to 8 bits here, with scales in float32
 SPANS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}  # inputs that share a header, where these are not 64
 SPAN = 64

@@ -23,11 +23,14 @@
 #include <tbb/task_arena.h>
 
 #include "registers.hpp"
+#include "weights.hpp"
 
 namespace {
 
-constexpr int TILE = 16, CHUNK = 32, MOST = 8;  // MOST: rows that are multiplied together
-constexpr int64_t LINE = 64;                    // bytes of a cache line, and of TILE times 4 weights
+constexpr int TILE = 32, CHUNK = 32, MOST = 8;  // MOST: rows that are multiplied together
+constexpr int SIDE = 2;                         // registers of outputs that share what is read of the rows
+constexpr int64_t LINE = 4 * TILE;              // bytes of TILE times 4 weights of 8 bits
+constexpr int64_t ALIGNED = 64;                 // bytes of a cache line
 constexpr int64_t AHEAD = 5120;                 // bytes between what is multiplied and what is fetched
 
 // How a ggml type keeps weights: w = scale * (integer - CENTRE) + minimum.
@@ -43,63 +46,48 @@ struct Kind {
     static constexpr int64_t STEP = TILE << SCALES_;     // bytes of TILE scales
 };
 
-// Return sum + the products of PARTS registers of unsigned weights, 4 in each lane, with 4 * PARTS activations.
-template <int HIGH, int PARTS>
-inline Ints dot(const Ints* weights, const int8_t* values, Ints sum) {
+// How many registers of weights are multiplied before pairs of products, which are added in 16 bits, are added up in
+// 32 bits. So many fit: 8 * 2 * 15 * 127 < 2^15, and so on. With VNNI fours are added in 32 bits at once.
+template <int HIGH>
+constexpr int RUN = VNNI ? 8 : HIGH == 0 ? 8 : HIGH == 1 ? 4 : HIGH == 2 ? 2 : 1;
+
+// Return sum + the products of weights, 4 in each lane, with 4 activations.
+template <int HIGH>
+inline Ints dot(Ints sum, Ints weights, Ints by) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    for (int j = 0; j < PARTS; ++j) sum = _mm512_dpbusd_epi32(sum, weights[j], repeat(four(values + 4 * j)));
+    return _mm512_dpbusd_epi32(sum, weights, by);
 #elif defined(__AVXVNNI__)
-    for (int j = 0; j < PARTS; ++j) sum = _mm256_dpbusd_avx_epi32(sum, weights[j], repeat(four(values + 4 * j)));
+    return _mm256_dpbusd_avx_epi32(sum, weights, by);
 #else
-    // Pairs are added in 16 bits. This many of them fit: 8 * 2 * 15 * 127 < 2^15, and so on.
-    constexpr int RUN = HIGH == 0 ? 8 : HIGH == 1 ? 4 : HIGH == 2 ? 2 : 1;
-    const Ints ones = _mm256_set1_epi16(1);
-    for (int begin = 0; begin < PARTS; begin += RUN) {
-        Ints pairs = _mm256_setzero_si256();
-        for (int j = begin; j < std::min(begin + RUN, PARTS); ++j) {
-            const Ints by = repeat(four(values + 4 * j));
-            if constexpr (HIGH == 4) {  // signed, since 2 * 255 * 127 would not fit; only an activation has a sign
-                pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights[j]), _mm256_sign_epi8(by, weights[j]));
-            } else {
-                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(weights[j], by));
-            }
-        }
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-    }
+    if constexpr (HIGH == 4)  // signed, since 2 * 255 * 127 would not fit; only an activation has a sign
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(by, weights));
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, by));
 #endif
-    return sum;
 }
 
-// Read the integers of a CHUNK: register j has inputs 4 j to 4 j + 3 of LANES outputs.
-template <int HIGH>
-inline void unpack(const uint8_t* plane, Ints weights[8]) {
+// Call work(0) to work(COUNT - 1), with numbers that the compiler knows.
+template <class Work, int... I>
+inline void each_of(Work work, std::integer_sequence<int, I...>) {
+    (work(std::integral_constant<int, I>{}), ...);
+}
+template <int COUNT, class Work>
+inline void each(Work work) {
+    each_of(work, std::make_integer_sequence<int, COUNT>{});
+}
+
+// Return register j of the integers of a CHUNK: inputs 4 j to 4 j + 3 of LANES outputs.
+template <int HIGH, int j>
+inline Ints weights_of(const uint8_t* plane) {
     if constexpr (HIGH == 4) {
-        for (int j = 0; j < 8; ++j) {
-            weights[j] = load(plane + LINE * j);
-            if (!SIGNED_BYTES) weights[j] = other_signs(weights[j]);
-        }
-        return;
+        const Ints found = load(plane + LINE * j);
+        return SIGNED_BYTES ? found : other_signs(found);
     }
-    const Ints low = repeat_byte(0x0f);
-    for (int j = 0; j < 4; ++j) {
-        const Ints pair = load(plane + LINE * j);
-        weights[j] = both(pair, low);
-        weights[j + 4] = both(shift<-4>(pair), low);
-    }
-    if constexpr (HIGH == 1) {
-        const Ints bits = load(plane + 4 * LINE), place = repeat_byte(0x10);
-        const Ints moved[8] = {shift<4>(bits), shift<3>(bits), shift<2>(bits), shift<1>(bits),
-                               bits, shift<-1>(bits), shift<-2>(bits), shift<-3>(bits)};
-        for (int j = 0; j < 8; ++j) weights[j] = either(weights[j], both(moved[j], place));
-    }
-    if constexpr (HIGH == 2) {
-        const Ints place = repeat_byte(0x30);
-        for (int half = 0; half < 2; ++half) {
-            const Ints bits = load(plane + (4 + half) * LINE);
-            const Ints moved[4] = {shift<4>(bits), shift<2>(bits), bits, shift<-2>(bits)};
-            for (int j = 0; j < 4; ++j) weights[4 * half + j] = either(weights[4 * half + j], both(moved[j], place));
-        }
-    }
+    const Ints pair = load(plane + LINE * (j % 4));
+    Ints found = both(j < 4 ? pair : shifted<-4>(pair), repeat_byte(0x0f));
+    if constexpr (HIGH == 1) found = either(found, both(shifted<4 - j>(load(plane + 4 * LINE)), repeat_byte(0x10)));
+    if constexpr (HIGH == 2)
+        found = either(found, both(shifted<4 - j % 4 * 2>(load(plane + (4 + j / 4) * LINE)), repeat_byte(0x30)));
+    return found;
 }
 
 // ---- Activations ----
@@ -115,20 +103,21 @@ struct Rounded {
 
 inline void round_chunk(const float* given, int8_t* values, float& scale, float& sum, int32_t* sums) {
     constexpr int PARTS = CHUNK / LANES;
-    Floats parts[PARTS], most = zero(), none = zero();
+    Floats parts[PARTS];
+    Ints most = repeat(0);
     for (int i = 0; i < PARTS; ++i) {
         parts[i] = floats_of(given + i * LANES);
-        most = larger(most, size(parts[i]));
-        none = times_plus(parts[i], zero(), none);  // not a number, if any is not finite
+        most = larger(most, bits_of_size(parts[i]));  // as integers what is not finite is largest
     }
-    const float largest = max_of(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    scale = largest / 127.0f + sum_of(none);
-    sums[0] = sums[1] = 0;
+    const float largest = float_of_bits(max_of(most)), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    scale = largest / 127.0f + (largest - largest);  // not a number, if any is not finite
+    Ints halves[2] = {repeat(0), repeat(0)};
     for (int i = 0; i < PARTS; ++i) {
         const Ints rounded = to_ints(times(parts[i], repeat(inverse)));
         store_bytes(values + i * LANES, rounded);
-        sums[2 * i / PARTS] += sum_of(rounded);
+        halves[2 * i / PARTS] = plus(halves[2 * i / PARTS], rounded);
     }
+    sums_of(halves[0], halves[1], sums);
     sum = scale * static_cast<float>(sums[0] + sums[1]);
 }
 
@@ -143,58 +132,84 @@ void round_rows(const float* rows, int64_t columns, void* to) {
 
 // ---- Products ----
 
-// Compute LANES outputs, from lane `first` of a tile on, for N rows: to[n * stride].
+// Compute SIDE * LANES outputs, from lane `first` of a tile on, for N rows: to[n * stride].
 template <class K, int N>
 void multiply_lanes(const uint8_t* tile, int64_t columns, int64_t span, const Rounded<N>* chunk, int first, float* to,
                     int64_t stride) {
-    constexpr int PARTS = CHUNK / K::GROUP;
+    constexpr int PARTS = CHUNK / K::GROUP, EACH = 8 / PARTS, RUN_ = std::min(RUN<K::high>, EACH);
     constexpr int CENTRE = K::high < 4 ? K::CENTRE : SIGNED_BYTES ? 0 : 128;
     const int64_t groups = span / K::GROUP;
     const int64_t own = K::SCALES == IN_8_BITS ? 2 * TILE * (1 + K::MINIMA) : 0;
-    const int64_t header = (own + groups * K::STEP * (1 + K::MINIMA) + LINE - 1) / LINE * LINE;
-    Floats total[N];
-    for (int n = 0; n < N; ++n) total[n] = zero();
+    const int64_t header = (own + groups * K::STEP * (1 + K::MINIMA) + ALIGNED - 1) / ALIGNED * ALIGNED;
+    Floats total[N][SIDE];
+    for (int n = 0; n < N; ++n)
+        for (int s = 0; s < SIDE; ++s) total[n][s] = zero();
     for (int64_t begin = 0; begin < columns; begin += span) {
-        Floats d = zero(), m = zero();
-        if constexpr (K::SCALES == IN_8_BITS) {
-            d = of_halves(tile + 2 * first);
-            if constexpr (K::MINIMA) m = of_halves(tile + 2 * TILE + 2 * first);
+        Floats d[SIDE], m[SIDE];
+        for (int s = 0; s < SIDE && K::SCALES == IN_8_BITS; ++s) {
+            d[s] = of_halves(tile + 2 * (first + s * LANES));
+            m[s] = K::MINIMA ? of_halves(tile + 2 * (TILE + first + s * LANES)) : zero();
         }
         const uint8_t* scales = tile + own + (first << K::SCALES);
         const uint8_t* minima = scales + groups * K::STEP;
         const uint8_t* plane = tile + header;
-        auto read = [&](const uint8_t* from, Floats of_span, auto is_signed) {
+        auto read = [&](const uint8_t* from, int s, Floats of_span, auto is_signed) {
+            from += s * LANES << K::SCALES;
             if constexpr (K::SCALES == IN_8_BITS) return times(of_span, of_bytes<decltype(is_signed)::value>(from));
             else if constexpr (K::SCALES == IN_16_BITS) return of_halves(from);
             else return floats_of(reinterpret_cast<const float*>(from));
         };
         for (int64_t c = 0; c < span / CHUNK; ++c, ++chunk, plane += K::PLANE) {
-            Ints weights[8];
-            unpack<K::high>(plane + 4 * first, weights);
-            for (int64_t line = 0; line < K::PLANE; line += LINE)
+            for (int64_t line = 0; line < K::PLANE; line += ALIGNED)
                 _mm_prefetch(reinterpret_cast<const char*>(plane + AHEAD + line), _MM_HINT_T0);
-            Floats scale[PARTS], minimum = zero();
-            for (int p = 0; p < PARTS; ++p, scales += K::STEP)
-                scale[p] = read(scales, d, std::integral_constant<bool, !K::MINIMA>{});
-            if constexpr (K::MINIMA) {
-                minimum = read(minima, m, std::false_type{});
-                minima += K::STEP;
-            }
-            for (int n = 0; n < N; ++n) {
-                const Floats by = repeat(chunk->scale[n]);
-                const int32_t* sums = chunk->sums[n];
-                for (int p = 0; p < PARTS; ++p) {
-                    const int32_t sum = PARTS == 1 ? sums[0] + sums[1] : sums[p];
-                    const Ints found = dot<K::high, 8 / PARTS>(weights + p * 8 / PARTS, chunk->values[n] + p * K::GROUP,
-                                                               repeat(-CENTRE * sum));
-                    total[n] = times_plus(to_floats(found), times(scale[p], by), total[n]);
+            each<PARTS>([&](auto part) {
+                constexpr int P = decltype(part)::value;
+                Ints found[N][SIDE];
+                for (int n = 0; n < N; ++n) {
+                    const int32_t* sums = chunk->sums[n];
+                    for (int s = 0; s < SIDE; ++s)
+                        found[n][s] = repeat(-CENTRE * (PARTS == 1 ? sums[0] + sums[1] : sums[P]));
                 }
-                if constexpr (K::MINIMA) total[n] = times_plus(minimum, repeat(chunk->sum[n]), total[n]);
+                each<EACH / RUN_>([&](auto number) {
+                    Ints run[N][SIDE];
+                    for (int n = 0; n < N; ++n)
+                        for (int s = 0; s < SIDE; ++s) run[n][s] = VNNI ? found[n][s] : repeat(0);
+                    each<RUN_>([&](auto place) {
+                        constexpr int j = P * EACH + decltype(number)::value * RUN_ + decltype(place)::value;
+                        Ints weights[SIDE];
+                        for (int s = 0; s < SIDE; ++s)
+                            weights[s] = weights_of<K::high, j>(plane + 4 * (first + s * LANES));
+                        for (int n = 0; n < N; ++n) {
+                            const Ints by = repeat(four(chunk->values[n] + 4 * j));
+                            for (int s = 0; s < SIDE; ++s) run[n][s] = dot<K::high>(run[n][s], weights[s], by);
+                        }
+                    });
+                    for (int n = 0; n < N; ++n)
+                        for (int s = 0; s < SIDE; ++s)
+                            found[n][s] = VNNI ? run[n][s] : plus_pairs(found[n][s], run[n][s]);
+                });
+                Floats scale[SIDE];
+                for (int s = 0; s < SIDE; ++s)
+                    scale[s] = read(scales, s, d[s], std::integral_constant<bool, !K::MINIMA>{});
+                for (int n = 0; n < N; ++n)
+                    for (int s = 0; s < SIDE; ++s)
+                        total[n][s] = times_plus(to_floats(found[n][s]), times(scale[s], repeat(chunk->scale[n])),
+                                                 total[n][s]);
+                scales += K::STEP;
+            });
+            if constexpr (K::MINIMA) {
+                for (int s = 0; s < SIDE; ++s) {
+                    const Floats minimum = read(minima, s, m[s], std::false_type{});
+                    for (int n = 0; n < N; ++n)
+                        total[n][s] = times_plus(minimum, repeat(chunk->sum[n]), total[n][s]);
+                }
+                minima += K::STEP;
             }
         }
         tile += header + span / CHUNK * K::PLANE;
     }
-    for (int n = 0; n < N; ++n) store(to + n * stride, total[n]);
+    for (int n = 0; n < N; ++n)
+        for (int s = 0; s < SIDE; ++s) store(to + n * stride + s * LANES, total[n][s]);
 }
 
 // Compute the outputs of a tile for N rows. valid: how many of them there are.
@@ -205,7 +220,7 @@ void multiply(const uint8_t* tile, int64_t columns, int64_t span, const void* ch
     float last[N * TILE];  // a tile that ends beyond the outputs is written here first
     float* made = valid < TILE ? last : to;
     const int64_t step = valid < TILE ? TILE : stride;
-    for (int first = 0; first < TILE; first += LANES)
+    for (int first = 0; first < TILE; first += SIDE * LANES)
         multiply_lanes<K, N>(tile, columns, span, rounded, first, made + first, step);
     if (valid < TILE)
         for (int n = 0; n < N; ++n) std::memcpy(to + n * stride, last + n * TILE, valid * sizeof(float));
@@ -292,16 +307,16 @@ public:
             tiles += (widths_[part] + TILE - 1) / TILE;
         }
         const float* given = inputs[0].data<const float>();
-        const auto* weights = static_cast<const uint8_t*>(inputs[1].data());
+        const auto* weights = weights_.at(static_cast<const uint8_t*>(inputs[1].data()), inputs[1].get_byte_size());
         const int64_t bytes = static_cast<int64_t>(inputs[1].get_byte_size()) / std::max<int64_t>(tiles, 1);
         const Work* works = works_of(kind_);
         static thread_local std::vector<uint8_t> memory;
         memory.resize(static_cast<size_t>(bytes_of(rows, columns)));
         uint8_t* rounded = memory.data();
-        auto each = [rows](auto work) {
+        auto for_rows = [rows](auto work) {
             for (int64_t row = 0; row < rows; row += MOST) work(row, std::min<int64_t>(MOST, rows - row));
         };
-        each([&](int64_t row, int64_t count) {
+        for_rows([&](int64_t row, int64_t count) {
             works[count - 1].round(given + row * columns, columns, rounded + bytes_of(row, columns));
         });
         auto multiply = [&](const tbb::blocked_range<int64_t>& range) {
@@ -309,16 +324,18 @@ public:
                 auto part = parts.rbegin();
                 while (part->first > tile) ++part;
                 const int64_t width = part->width, begin = (tile - part->first) * TILE;
-                each([&](int64_t row, int64_t count) {
+                for_rows([&](int64_t row, int64_t count) {
                     works[count - 1].multiply(weights + tile * bytes, columns, span_, rounded + bytes_of(row, columns),
                                               part->made + row * width + begin, width,
                                               std::min<int64_t>(TILE, width - begin));
                 });
             }
         };
+        // Long ranges begin seldom, where nothing was fetched ahead; a thread that is late leaves some to others.
+        const int64_t grain = std::max<int64_t>(2, tiles / (4 * tbb::this_task_arena::max_concurrency()));
         // While it waits, this thread must not begin another product: its memory is in use.
         tbb::this_task_arena::isolate(
-            [&] { tbb::parallel_for(tbb::blocked_range<int64_t>(0, tiles, 4), multiply); });
+            [&] { tbb::parallel_for(tbb::blocked_range<int64_t>(0, tiles, grain), multiply); });
         return true;
     }
 
@@ -332,6 +349,7 @@ private:
     std::string kind_;
     std::vector<int64_t> widths_;
     int64_t span_ = 0;
+    mutable Weights weights_;
 };
 
 }  // namespace

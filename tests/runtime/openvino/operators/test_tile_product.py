@@ -242,3 +242,19 @@ def test_each_level_that_this_processor_has(name: str) -> None:
         [sys.executable, "-c", LEVEL_SCRIPT, name, __file__], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_graphs_with_the_same_weights_and_with_others_do_not_mix() -> None:
+    """Copies of weights are shared by graphs: neither others of that size nor graphs that go may change them."""
+    blocks = [weight_of("Q4_1", 48, 512)[1] for _ in range(2)]
+    other = round_to_int8(numbers(48, 512, seed=5))
+    changed = unpack("Q4_1", random_rows("Q4_1", 48, 512, seed=9))
+    assert other is not None
+    rows = numbers(1, 5, 512)
+    first, again = (product_of(one, 512) for one in blocks)
+    wanted = first(rows)[0].copy()
+    assert not np.array_equal(product_of(changed, 512)(rows)[0], wanted)
+    product_of(other, 512)(rows)
+    del first
+    assert np.array_equal(again(rows)[0], wanted)
+    assert np.array_equal(product_of(blocks[0], 512)(rows)[0], wanted)
