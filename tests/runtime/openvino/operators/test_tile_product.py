@@ -245,7 +245,7 @@ def test_each_level_that_this_processor_has(name: str) -> None:
 
 
 def test_graphs_with_the_same_weights_and_with_others_do_not_mix() -> None:
-    """Copies of weights are shared by graphs: neither others of that size nor graphs that go may change them."""
+    """Graphs share copies of weights, which neither others of that size nor graphs that go may change."""
     blocks = [weight_of("Q4_1", 48, 512)[1] for _ in range(2)]
     other = round_to_int8(numbers(48, 512, seed=5))
     changed = unpack("Q4_1", random_rows("Q4_1", 48, 512, seed=9))
