@@ -20,6 +20,7 @@ from eagle_fsd.runtime.openvino.traced_attention import EXTENSIONS, TracedAttent
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.packed_linear import plain_linears
 
+COPIED = 2**16  # numbers of a product that are copied sooner than they are given memory of their own
 # Gets the inputs and the attention of all layers, and returns the output.
 Traceable = Callable[[Sequence[Tensor], TracedAttention], Tensor]
 
@@ -47,6 +48,11 @@ class Layout:
     def first_member(self) -> int:
         """The place among a graph's inputs of the first of the cache's members."""
         return len(self.inputs) + (self.cache.tables or self.masks)
+
+    @property
+    def outputs(self) -> int:
+        """How many a graph has: what it computes, and where it does not write them new keys and values."""
+        return 1 if self.in_place else 1 + len(set(self.members))
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         """Return a cache that the network reads."""
@@ -147,6 +153,10 @@ class Request:
             self.infer.set_input_tensor(place, shared(memory))
         memory.copy_(value)
 
+    def output(self, place: int) -> Tensor:
+        """Return an output in the request's own memory, which its next run overwrites."""
+        return torch.from_numpy(self.infer.get_output_tensor(place).data)
+
     def bind(self, first: int, cache: BlockCache) -> None:
         """Let the inputs from `first` on be what the cache shows of its members, in its own memory."""
         if self.bound != cache.shown:
@@ -190,8 +200,7 @@ class Network:
             request.give(place, value)
         request.bind(self.layout.first_member, cache)
         request.infer.infer()
-        places = range(len(graph.outputs))
-        output, *news = (torch.from_numpy(request.infer.get_output_tensor(place).data) for place in places)
+        output, *news = map(request.output, range(self.layout.outputs))
         cache.write(news)
         return output.clone()  # the next call overwrites it
 
@@ -209,6 +218,10 @@ class Product:
         requests = self._mine.__dict__.setdefault("requests", weakref.WeakKeyDictionary())
         request = request_for(compiled, requests)
         request.give(0, flat)
+        # A graph of open sizes may have been given memory that another result lies in.
+        if len(flat) * self.width <= COPIED and compiled is not self.variants.open:
+            request.infer.infer()
+            return request.output(0).clone().unflatten(0, rows.shape[:-1])
         made = rows.new_empty(*rows.shape[:-1], self.width, dtype=torch.float32)
         request.infer.set_output_tensor(0, shared(made.flatten(0, -2)))
         request.infer.infer()

@@ -43,6 +43,7 @@ class Variants:
         self.compile_for, self.most, self.folder, self.large = compile_for, most, folder, large
         self.open = compile_for(None)
         self.compiled: dict[tuple[int, ...], Future[Any]] = {}  # finished or under way
+        self._settled: dict[tuple[int, ...], Any] = {}  # the graphs of sizes that no call has to count any more
         self._seen: dict[tuple[int, ...], int] = {}
         self._used: dict[tuple[int, ...], float] = {}
         self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
@@ -58,6 +59,8 @@ class Variants:
         if not self.most:
             return self.open
         self._used[sizes] = time.monotonic()
+        if (settled := self._settled.get(sizes)) is not None:
+            return settled
         with self._lock:
             count = self._seen[sizes] = self._seen.get(sizes, 0) + 1
             if sizes not in self.compiled and count < self._enough():
@@ -70,7 +73,13 @@ class Variants:
             self._compile_beside(sizes, graph)
         elif mine:
             self._compile(sizes, graph)
-        return self.open if waits else graph.result()
+        if waits:
+            return self.open
+        found = graph.result()
+        with self._lock:
+            if self.compiled.get(sizes) is graph:
+                self._settled[sizes] = found
+        return found
 
     def _enough(self) -> int:
         """Return how often sizes that nobody expected must have come to get a graph now."""
@@ -124,6 +133,7 @@ class Variants:
         Whether they are unexpected is said when they get a graph again.
         """
         del self.compiled[sizes]
+        self._settled.pop(sizes, None)
         self._measured.discard(sizes)
         self._seen.pop(sizes, None)
 
