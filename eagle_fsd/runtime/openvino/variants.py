@@ -43,7 +43,7 @@ class Variants:
         self.compile_for, self.most, self.folder, self.large = compile_for, most, folder, large
         self.open = compile_for(None)
         self.compiled: dict[tuple[int, ...], Future[Any]] = {}  # finished or under way
-        self._settled: dict[tuple[int, ...], Any] = {}  # the graphs of sizes that no call has to count any more
+        self._settled: dict[tuple[int, ...], Any] = {}  # of sizes that need no more counting
         self._seen: dict[tuple[int, ...], int] = {}
         self._used: dict[tuple[int, ...], float] = {}
         self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
