@@ -29,7 +29,7 @@ from eagle_fsd.files.provenance import processor_flags
 logger = logging.getLogger(__name__)
 
 CODE = ("tile_product.cpp", "tree_attention.cpp")  # compiled side by side
-SOURCES = (*CODE, "attention.hpp", "registers.hpp", "weights.hpp")
+SOURCES = (*CODE, "attention.hpp", "registers.hpp", "tiles.hpp", "weights.hpp")
 LIBRARY = "operators.so"
 OPERATORS = KeptFolders("operators", LIBRARY)
 OFF = "EAGLE_FSD_NO_OPERATORS"  # any value but "" and "0" leaves all work to OpenVINO

@@ -1,4 +1,4 @@
-// Registers of LANES outputs each, as wide as the processor has them: what tile_product.cpp computes with.
+// Registers of LANES outputs each, as wide as the processor has them: what tiles.hpp and attention.hpp compute with.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-"""Weights of few bits as TileProduct reads them; tile_product.cpp says what lies where."""
+"""Weights of few bits as TileProduct reads them; tiles.hpp says what lies where."""
 
 from __future__ import annotations
 
