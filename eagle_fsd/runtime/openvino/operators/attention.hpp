@@ -38,14 +38,14 @@ struct Attention {
     }
 };
 
-// Turn up to LANES columns of SLOTS rows: to[column][slot].
+// Turn up to LANES columns of the first `slots` rows of SLOTS: to[column][slot].
 template <class Number>
-inline void turn(const Number* from, int64_t width, int64_t columns, float* to) {
+inline void turn(const Number* from, int64_t width, int64_t columns, int64_t slots, float* to) {
     if (columns == LANES) {
-        for (int slot = 0; slot < SLOTS; slot += LANES) turn_square(from + slot * width, width, to + slot, SLOTS);
+        for (int64_t slot = 0; slot < slots; slot += LANES) turn_square(from + slot * width, width, to + slot, SLOTS);
     } else {
         for (int64_t c = 0; c < columns; ++c)
-            for (int slot = 0; slot < SLOTS; ++slot) to[c * SLOTS + slot] = float_of(from[slot * width + c]);
+            for (int64_t slot = 0; slot < slots; ++slot) to[c * SLOTS + slot] = float_of(from[slot * width + c]);
     }
 }
 
@@ -177,12 +177,15 @@ inline void attend(const Attention& a, int64_t row, int64_t head, int64_t first,
             any |= seen[m];
         }
         if (!any) continue;
+        const int64_t last = 64 - __builtin_clzll(any);  // of the slots that any query sees
+        const int64_t slots = (last + LANES - 1) / LANES * LANES;
         const int64_t block = a.block(at / SLOTS, row, head);
         fetch(kept_values + block * a.value_width, SLOTS * a.value_width);
         for (int64_t c = 0; c < a.width; c += LANES)
-            turn(kept_keys + block * a.width + c, a.width, std::min<int64_t>(LANES, a.width - c), keys + c * SLOTS);
+            turn(kept_keys + block * a.width + c, a.width, std::min<int64_t>(LANES, a.width - c), slots,
+                 keys + c * SLOTS);
         std::fill_n(scores, queries * SLOTS, 0.0f);
-        add_products(state.queries, a.width, keys, SLOTS, SLOTS, a.width, scores, SLOTS, queries);
+        add_products(state.queries, a.width, keys, slots, SLOTS, a.width, scores, SLOTS, queries);
         for (int64_t m = 0; m < queries; ++m) {
             if (seen[m])
                 weigh(scores + m * SLOTS, seen[m], a.softcap, state.largest[m], state.sum[m], state.mixed + m * padded,
@@ -191,7 +194,6 @@ inline void attend(const Attention& a, int64_t row, int64_t head, int64_t first,
                 std::fill_n(scores + m * SLOTS, SLOTS, 0.0f);
         }
         if (at + SLOTS < end) fetch(kept_keys + a.block(at / SLOTS + 1, row, head) * a.width, SLOTS * a.width);
-        const int64_t last = 64 - __builtin_clzll(any);  // of the slots that any query sees
         const float* from = whole(kept_values + block * a.value_width, a.value_width, last, padded, values);
         add_products(scores, SLOTS, from, padded, padded, last, state.mixed, padded, queries);
     }

@@ -71,7 +71,11 @@ public:
         memory.resize(static_cast<size_t>(bytes_of(rows, columns)));
         uint8_t* rounded = memory.data();
         auto for_rows = [rows](auto work) {
-            for (int64_t row = 0; row < rows; row += MOST) work(row, std::min<int64_t>(MOST, rows - row));
+            for (int64_t row = 0; row < rows;) {
+                const int64_t count = together(rows - row);
+                work(row, count);
+                row += count;
+            }
         };
         for_rows([&](int64_t row, int64_t count) {
             works[count - 1].round(given + row * columns, columns, rounded + bytes_of(row, columns));

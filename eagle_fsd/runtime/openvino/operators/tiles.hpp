@@ -225,12 +225,15 @@ struct Work {
 
 template <class K, int... N>
 void list(Work* works, std::integer_sequence<int, N...>) {
-    ((works[N] = {round_rows<N + 1>, multiply<K, N + 1>}), ...);
+    ((works[N - 1] = {round_rows<N>, multiply<K, N>}), ...);
 }
 
-// Return what rounds and multiplies 1 to MOST rows; null for a kind that is not known.
+// Return how many of the next rows are multiplied together: one of a few numbers, since compiling each takes time.
+int64_t together(int64_t rows) { return rows >= MOST ? MOST : std::min<int64_t>(rows, 4); }
+
+// Return what rounds and multiplies so many rows, at that number less one; null for a kind that is not known.
 const Work* works_of(const std::string& kind) {
-    using Numbers = std::make_integer_sequence<int, MOST>;
+    using Numbers = std::integer_sequence<int, 1, 2, 3, 4, MOST>;
     static const auto all = [] {
         std::map<std::string, std::array<Work, MOST>> made;
         auto add = [&](const char* name, auto kind) { list<decltype(kind)>(made[name].data(), Numbers{}); };
