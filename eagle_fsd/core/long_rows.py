@@ -13,14 +13,14 @@ from torch import Tensor
 
 _BLOCK = 64  # numbers in a part
 _SHORT = 1024  # rows up to this length are not worth a second pass
-_FEW = 2**15  # and neither are all rows of so many numbers together
+_FEW = 20_000  # numbers of all rows, up to which torch's own topk is the fastest
 _SUMMED = 8192  # numbers of a row whose exponentials are summed at once
 
 
 def first_largest(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest entry of rows [..., V] and its first place, both [...]; NaN counts as largest."""
     length = rows.shape[-1]
-    if is_short(rows):
+    if length <= _SHORT:
         place = rows.argmax(-1, keepdim=True)
         return rows.gather(-1, place).squeeze(-1), place.squeeze(-1)
     whole = length - length % _BLOCK
@@ -42,7 +42,7 @@ def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     length = rows.shape[-1]
     height = min(_BLOCK, length // (8 * k))
-    if is_short(rows) or height < 2:
+    if length <= _SHORT or rows.numel() <= _FEW or height < 2:
         values, places = rows.topk(k, dim=-1)
         return values, places
     # A part is a column of the row folded into `height` lines: amax over lines is the fastest of all.
@@ -61,11 +61,6 @@ def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < length:
         places = torch.where(found < height * k, places, found + (whole - height * k))
     return values, places
-
-
-def is_short(rows: Tensor) -> bool:
-    """Return whether torch's own passes over rows are the fastest."""
-    return rows.shape[-1] <= _SHORT or rows.numel() <= _FEW
 
 
 def logsumexp(rows: Tensor) -> Tensor:

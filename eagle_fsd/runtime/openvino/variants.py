@@ -43,7 +43,6 @@ class Variants:
         self.compile_for, self.most, self.folder, self.large = compile_for, most, folder, large
         self.open = compile_for(None)
         self.compiled: dict[tuple[int, ...], Future[Any]] = {}  # finished or under way
-        self._settled: dict[tuple[int, ...], Any] = {}  # of sizes that need no more counting
         self._seen: dict[tuple[int, ...], int] = {}
         self._used: dict[tuple[int, ...], float] = {}
         self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
@@ -59,8 +58,9 @@ class Variants:
         if not self.most:
             return self.open
         self._used[sizes] = time.monotonic()
-        if (settled := self._settled.get(sizes)) is not None:
-            return settled
+        known = self.compiled.get(sizes)
+        if known is not None and known.done() and sizes not in self._unexpected:
+            return known.result()  # nothing is left to be counted
         with self._lock:
             count = self._seen[sizes] = self._seen.get(sizes, 0) + 1
             if sizes not in self.compiled and count < self._enough():
@@ -68,18 +68,14 @@ class Variants:
             mine, graph = self._entry(sizes)
             if mine and self.large:
                 self._unexpected.add(sizes)
-            waits = sizes in self._unexpected and count < SWITCH
+            if count >= SWITCH:
+                self._unexpected.discard(sizes)
+            waits = sizes in self._unexpected
         if mine and self.large:
             self._compile_beside(sizes, graph)
         elif mine:
             self._compile(sizes, graph)
-        if waits:
-            return self.open
-        found = graph.result()
-        with self._lock:
-            if self.compiled.get(sizes) is graph:
-                self._settled[sizes] = found
-        return found
+        return self.open if waits else graph.result()
 
     def _enough(self) -> int:
         """Return how often sizes that nobody expected must have come to get a graph now."""
@@ -133,7 +129,6 @@ class Variants:
         Whether they are unexpected is said when they get a graph again.
         """
         del self.compiled[sizes]
-        self._settled.pop(sizes, None)
         self._measured.discard(sizes)
         self._seen.pop(sizes, None)
 

@@ -44,7 +44,7 @@ inline float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
 inline Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 inline int32_t max_of(Ints a) { return _mm512_reduce_max_epi32(a); }
 inline Ints plus(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints bits_of_size(Floats a) { return _mm512_castps_si512(_mm512_abs_ps(a)); }
+inline Ints bits_of_size(Floats a) { return _mm512_castps_si512(size(a)); }
 inline void sums_of(Ints a, Ints b, int32_t* to) {  // of all lanes of each
     const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
     const __m512i found = _mm512_add_epi32(low, high);

@@ -15,7 +15,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <utility>
 
 namespace {
 
@@ -68,29 +67,15 @@ private:
         return memory / SHARE;
     }
 
-    static uint64_t digest(const uint8_t* given, size_t size) {
-        uint64_t lanes[4] = {1, 2, 3, 4};
-        size_t at = 0;
-        for (; at + sizeof(lanes) <= size; at += sizeof(lanes))
-            for (size_t lane = 0; lane < 4; ++lane) {
-                uint64_t word;
-                std::memcpy(&word, given + at + 8 * lane, 8);
-                lanes[lane] = (lanes[lane] ^ word) * 0x9e3779b97f4a7c15u;
-                lanes[lane] ^= lanes[lane] >> 29;
-            }
-        for (; at < size; ++at) lanes[at % 4] = (lanes[at % 4] ^ given[at]) * 0x9e3779b97f4a7c15u;
-        return lanes[0] ^ lanes[1] << 1 ^ lanes[2] << 2 ^ lanes[3] << 3;
-    }
-
     static Copy shared_copy(const uint8_t* given, size_t size) {
         static std::mutex lock;
-        static std::multimap<std::pair<size_t, uint64_t>, std::weak_ptr<const uint8_t>> copies;
+        static std::multimap<size_t, std::weak_ptr<const uint8_t>> copies;  // by size
         static std::weak_ptr<Slab> latest;
         const std::lock_guard<std::mutex> guard(lock);
-        const auto key = std::make_pair(size, digest(given, size));
-        const auto [first, end] = copies.equal_range(key);
+        const auto [first, end] = copies.equal_range(size);
         for (auto one = first; one != end;) {
             const Copy copy = one->second.lock();
+            // Others of a size differ in their first bytes, so that comparing takes no time.
             if (copy && std::memcmp(copy.get(), given, size) == 0) return copy;
             one = copy ? std::next(one) : copies.erase(one);
         }
@@ -106,7 +91,7 @@ private:
         slab->used += wanted;
         std::memcpy(place, given, size);
         const Copy made(slab, place);
-        copies.emplace(key, made);
+        copies.emplace(size, made);
         return made;
     }
 
